@@ -48,8 +48,8 @@ class Lamb(torch.optim.Optimizer):
 
 
 def train_plainly(facts: RunFacts, source: MicrobatchSource) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Weights by name, and the loss of each step [nats/token]. Under delayed updates the optimizer takes the gradient
-    of a step once that of the next one was computed."""
+    """Weights by name, and the loss of each step [nats/token], the mean over all targets of the batch that count. Under
+    delayed updates the optimizer takes the gradient of a step once that of the next one was computed."""
     config, microbatches = facts.config, facts.config.microbatches
     model = build_full(facts.spec, config.train.seed, facts.cut)
     optimizer = _optimizer(model, config.optimizer)
@@ -58,13 +58,15 @@ def train_plainly(facts: RunFacts, source: MicrobatchSource) -> tuple[dict[str, 
     for step in range(config.train.steps):
         model.zero_grad()
         total = 0.0
-        for index in range(microbatches):
-            inputs, targets = (torch.from_numpy(a) for a in source.microbatch(step, index))
-            logits = model(inputs, Masks(config.train.seed, step, index))
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-            (loss / microbatches).backward()
+        batch = [[torch.from_numpy(a) for a in source.microbatch(step, index)] for index in range(microbatches)]
+        batch = [(inputs, targets[:, : inputs.shape[1]]) for inputs, targets in batch]  # without the number that count
+        counted = sum(int((targets < facts.spec.vocab).sum()) for _, targets in batch)
+        for index, (inputs, targets) in enumerate(batch):
+            logits = model(inputs, Masks(config.train.seed, step, index)).flatten(0, 1)
+            loss = F.cross_entropy(logits, targets.flatten(), ignore_index=facts.spec.vocab, reduction="sum") / counted
+            loss.backward()
             total += float(loss.detach())
-        losses.append(total / microbatches)
+        losses.append(total)
         late.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         while late and (step + 1 == config.train.steps or len(late) > config.optimizer.delayed):
             for parameter, gradient in zip(model.parameters(), late.pop(0), strict=True):

@@ -15,7 +15,7 @@ import typer
 
 from muletrain import __version__
 from muletrain.cli.commands.plan_command import plan
-from muletrain.cli.commands.prepare import config, doctor, profile, trace
+from muletrain.cli.commands.prepare import config, data, doctor, profile, trace
 from muletrain.cli.commands.simulate import calibrate, fleet
 from muletrain.cli.commands.steer import kick, status, stop, ticket
 from muletrain.cli.commands.train import join, run, start
@@ -29,7 +29,7 @@ from muletrain.units import printable
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {"run": run, "start": start, "join": join},
     "Watch and steer a run on several machines": {"status": status, "stop": stop, "kick": kick, "ticket": ticket},
-    "Prepare": {"config": config, "doctor": doctor, "plan": plan, "trace": trace, "profile": profile},
+    "Prepare": {"config": config, "data": data, "doctor": doctor, "plan": plan, "trace": trace, "profile": profile},
     "Use a trained model": {"eval": evaluate, "generate": generate, "export": export},
 }
 """Commands by the headings of the help."""

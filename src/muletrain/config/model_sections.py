@@ -159,8 +159,11 @@ class ModelConfig(Section):
         return {name: value for name, value in fields.items() if name in names}
 
 
+Format = Literal["auto", "text", "messages", "pairs"]
+
+
 class DataConfig(Section):
-    """The training text, or samples of another kind."""
+    """The training text or conversations, or samples of another kind."""
 
     path: str = Field(
         default="pydoc",
@@ -178,6 +181,26 @@ class DataConfig(Section):
         description="'package.module:function' that returns samples for model.factory, instead of text: (train, heldout), two "
         "sequences of (input, target)",
         examples=["mypackage.data:build"],
+    )
+    format: Format = Field(
+        default="auto",
+        description="a row of path: text = the column field; messages = a conversation (columns 'messages', or ShareGPT's "
+        "'conversations'); pairs = 'prompt' and 'completion', or 'instruction', 'input' and 'output'; auto = by the columns",
+    )
+    chat_template: str | None = Field(
+        default=None,
+        description="how conversations are written: a file of Jinja text, the text itself, a model whose template is taken, or "
+        "'chatml'; default: the tokenizer's own",
+        examples=["chatml"],
+    )
+    loss_on: Literal["assistant", "last", "all"] = Field(
+        default="assistant",
+        description="tokens of a conversation that are learned: assistant = all that it says, last = its last turn, all = every token",
+    )
+    pack: bool = Field(
+        default=True,
+        description="put several conversations into one sequence, where each then sees those before it; false: each has a sequence "
+        "of its own, and the rest of that is padding",
     )
     field: str = Field(default="text", description="column of rows (.jsonl, .json, .csv, .tsv, .parquet, Hugging Face)")
     tokenizer: str = Field(
@@ -216,6 +239,11 @@ class DataConfig(Section):
         description="let members fetch the tokens of the training text: a few peers without the data keep them, so the run survives the "
         "loss of its only data owner. Everyone who has the ticket can then read the text",
     )
+
+    @property
+    def counts(self) -> bool:
+        """Do only some of the tokens count towards the loss?"""
+        return self.format in ("messages", "pairs")
 
 
 # See ``schema`` for the errors of checks.

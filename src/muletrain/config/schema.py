@@ -60,6 +60,13 @@ class TrainConfig(Section):
     """The length of the run, and the size of a step (one optimizer update)."""
 
     steps: PositiveInt = Field(default=300, description="length of the run [optimizer steps]")
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="instead, passes over the data; the last step is a whole one [1]",
+        examples=[2.0],
+    )
     batch: PositiveInt = Field(default=16, description="size of one step, over the whole fleet [sequences]")
     microbatch: PositiveInt = Field(default=4, description="unit of work of a peer, must divide batch [sequences]")
     seed: int = Field(default=0, ge=0, lt=2**32, description="seed of weights, data order and dropout [1]")

@@ -46,13 +46,16 @@ class TensorType:
     dtype: Literal["int64", "float32"]
     shape: tuple[int, ...] | None = None
     """Shape of one sample; None: an integer for each of T tokens."""
+    column: bool = False
+    """Of targets that do not all count: one more integer follows the tokens (``compute.checks.weighed``)."""
 
     def batch(self, sequences: int, tokens: int) -> tuple[int, ...]:
         """The shape of a microbatch."""
-        return (sequences, *((tokens,) if self.shape is None else self.shape))
+        return (sequences, *((tokens + self.column,) if self.shape is None else self.shape))
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{'T' if self.shape is None else ', '.join(map(str, self.shape))}]"
+        tokens = "T + 1" if self.column else "T"
+        return f"{self.dtype}[{tokens if self.shape is None else ', '.join(map(str, self.shape))}]"
 
     @classmethod
     def parse(cls, text: str) -> TensorType:

@@ -53,7 +53,7 @@ class _Chunked(torch.autograd.Function):
         parameters = [p for p, w in zip(given[inputs:], wanted[inputs:], strict=True) if w]
         passed = [torch.empty_like(v) if w else None for v, w in zip(given[:inputs], wanted, strict=False)]
         sums: list[Tensor] = []
-        counted, total = (targets != ignored).sum(), torch.zeros((), device=targets.device)
+        counted, total = (targets != ignored).sum().clamp(min=1), torch.zeros((), device=targets.device)
         for begin in range(0, len(targets), tokens):
             chunk = slice(begin, begin + tokens)
             pieces = [v[:, chunk].detach().requires_grad_(g is not None) for v, g in zip(given, passed, strict=False)]

@@ -116,7 +116,7 @@ class RunFacts:
             width=self.spec.passed,
             vocab=self.spec.vocab,
             inputs=self.spec.inputs,
-            targets=self.spec.targets,
+            targets=dataclasses.replace(self.spec.targets, column=c.data.counts),
             sequence_length=functools.partial(
                 sequence_length, context=self.spec.context, start=t.sequence_start, warmup=t.sequence_warmup
             ),
@@ -154,7 +154,7 @@ class RunFacts:
             return None
         if isinstance(data, SampleData):
             return HeldoutSamples(data, t.validate_tokens, t.microbatch, self.spec.vocab)
-        tokens = spread(data.heldout, t.validate_tokens + 1)
+        tokens = spread(data.heldout, t.validate_tokens + 1, data.row)
         if self.spec.own_loss:
             tokens = tokens[: (len(tokens) - 1) // self.tokens * self.tokens + 1]
             if len(tokens) < 2:
@@ -162,7 +162,7 @@ class RunFacts:
                     f"train.validate_every: {len(data.heldout)} held-out tokens (measured: at most {t.validate_tokens}) are "
                     f"no microbatch of {self.tokens}; give more text, raise train.validate_tokens, or lower train.microbatch"
                 )
-        return HeldoutSource(tokens, self.spec.context, t.microbatch, self.spec.vocab)
+        return HeldoutSource(tokens, self.spec.context, t.microbatch, self.spec.vocab, column=self.config.data.counts)
 
     def data(self, progress: Callable[[float], None] | None = None) -> Data:
         """The run's tokens or samples on this machine. Raises DataError or ConfigError."""
@@ -178,7 +178,7 @@ class RunFacts:
         """Microbatches of the training tokens. Raises DataError for fewer tokens than one sequence."""
         t = self.config.train
         sequences = (t.batch, t.microbatch, self.spec.context, t.sequence_start, t.sequence_warmup, t.data_offset)
-        return MicrobatchSource(tokens, t.seed, *sequences)
+        return MicrobatchSource(tokens, t.seed, *sequences, self.spec.vocab if self.config.data.counts else None)
 
     @property
     def precision(self) -> Precision:
@@ -234,6 +234,7 @@ def build_compute(
         total_steps=config.train.steps,
         seed=config.train.seed,
         sequences=config.train.microbatch,
+        microbatches=config.microbatches,
         device=machine.device,
         precision=machine.precision,
         checkpointing=config.compute.checkpointing if need.on(machine.offer) is need else "block",

@@ -14,6 +14,7 @@ import safetensors
 import safetensors.torch
 
 from muletrain.config.schema import RunConfig
+from muletrain.data.chat import resolved
 from muletrain.data.encoder import Encoder
 from muletrain.data.samples import open_data
 from muletrain.data.tokens import TokenCache
@@ -208,10 +209,11 @@ class Checkpoint:
             return open_data(data, self.spec)
         data = data.model_copy(update={"path": path, "tokenizer": own, "validation": None})
         if self.config.data.validation is None:
-            moved = TokenCache.build(data, self.spec.vocab)
+            moved = TokenCache.build(data, self.spec.vocab, context=self.spec.context)
             if moved.digest == self.manifest.get("data"):
                 return moved
-        return TokenCache.build(data, self.spec.vocab, measured=True)
+        data = resolved(data.model_copy(update={"format": "auto"}))
+        return TokenCache.build(data, self.spec.vocab, measured=True, context=self.spec.context)
 
     def weights(self) -> dict[str, Tensor]:
         """All weights by name, in fp32. Raises CheckpointError for a part that is missing or does not match the

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from muletrain.config.schema import RunConfig
+from muletrain.data.chat import resolved
 from muletrain.data.encoder import with_end
 from muletrain.data.tokenizer import check_own, read_tokenizer, tokenizer_json
 from muletrain.data.tokens import TokenCache
@@ -48,7 +49,8 @@ class Pretrained(Checkpoint):
             spec = traced_in(folder)
         except ConfigError:  # the model declares no longest sequence
             spec = traced_in(folder, context=USUAL_CONTEXT)
-        config = RunConfig.model_validate({"model": {"from": str(folder), "stops": stops_in(folder)}})
+        model = {"from": str(folder), "stops": stops_in(folder)}
+        config = RunConfig.model_validate({"model": model, "data": {"tokenizer": str(folder)}})
         return cls(folder, {"step": 0, "parts": [], "files": []}, spec, config)
 
     @property
@@ -67,8 +69,8 @@ class Pretrained(Checkpoint):
         """The tokens of the text ``path`` by the model's tokenizer, all held out. Raises DataError."""
         if path is None:
             raise ConfigError(f"--data: {self.folder} is a model without a text of its own; give one to measure it on")
-        data = self.config.data.model_copy(update={"path": path, "tokenizer": str(self.folder)})
-        return TokenCache.build(data, self.spec.vocab, measured=True)
+        data = resolved(self.config.data.model_copy(update={"path": path, "tokenizer": str(self.folder)}))
+        return TokenCache.build(data, self.spec.vocab, measured=True, context=self.spec.context)
 
     def measured(self) -> Pretrained:
         """The same model with sequences as long as a run's would be."""

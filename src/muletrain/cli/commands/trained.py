@@ -67,10 +67,17 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from the k likeliest tokens; 0 draws from all.")] = 40,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--text",
+            help="Answer the prompt, asked by the chat template, or continue it. Default: as the model was trained.",
+        ),
+    ] = None,
     factory: Factories = None,
     json: JsonObject = False,
 ) -> None:
-    """Continue a prompt with a trained model.
+    """Continue a prompt with a trained model, or answer it if the model was trained on conversations.
 
     A module of yours (model.factory, which --factory must name) writes text if it was trained on text and its
     forward(inputs), without targets, returns logits."""
@@ -84,9 +91,8 @@ def generate(
     trust(*(factory or ()))
     checkpoint = trained_in(where)
     check_memory(checkpoint.params)
-    text = write(
-        checkpoint, checkpoint.writer(), prompt, max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
-    )
+    options = {"max_tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+    text = write(checkpoint, checkpoint.writer(), prompt, chat=chat, **options)
     if json:
         print(jsonlib.dumps({"step": checkpoint.step, "prompt": prompt, "text": text}))
     else:
@@ -108,11 +114,13 @@ def export(
     """Write a Hugging Face checkpoint that 'transformers' loads to the same logits.
 
     It consists of safetensors, config and tokenizer. If the run started from a Hugging Face checkpoint (model.from),
-    everything but the weights stays as it was: special tokens, generation settings, chat template, declared context.
+    everything but the weights stays as it was: special tokens, generation settings, chat template, declared context. Of
+    a model that was trained on conversations, the template is the one of the training.
 
     Of a module of yours (model.factory, which --factory must name), it is model.safetensors alone: the whole module's
     state_dict, under its own names, for load_state_dict."""
     from muletrain.config.trusted import trust
+    from muletrain.data.chat import plain_template
     from muletrain.model.hf import export_hf
     from muletrain.model.hf_writing import check_new
     from muletrain.runs.checkpoint import Checkpoint
@@ -137,6 +145,7 @@ def export(
             end_of_text=checkpoint.encoder.end_token,
             source=checkpoint.source(source),
             dtype=dtype,
+            chat_template=plain_template(checkpoint.config.data),
         )
         written = f"wrote {hf}: load it with transformers.AutoModelForCausalLM.from_pretrained('{hf}')"
     print("\n".join(filter(None, (remark, written))))
