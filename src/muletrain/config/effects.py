@@ -56,6 +56,12 @@ IDLE = (
         "take more stages",
     ),
     Idle(
+        "adapter.alpha adapter.dropout adapter.targets adapter.rslora",
+        lambda c: c.adapter.rank is None and c.adapter.from_ is None,
+        "without adapter.rank",
+        "set that",
+    ),
+    Idle(
         "train.steps",
         lambda c: c.train.epochs is not None,
         "with train.epochs, which gives the steps",

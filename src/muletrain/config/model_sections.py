@@ -159,6 +159,35 @@ class ModelConfig(Section):
         return {name: value for name, value in fields.items() if name in names}
 
 
+class AdapterConfig(Section):
+    """A low-rank adapter (LoRA, Hu et al. 2021), which is trained instead of the model of ``model.from``."""
+
+    rank: PositiveInt | None = Field(
+        default=None,
+        description="rank of an adapter of peft in each target; default: none, and all weights are trained [1]",
+        examples=[16],
+    )
+    alpha: float | None = Field(
+        default=None,
+        gt=0,
+        description="the adapter's output is multiplied by alpha / rank; default: 2 rank [1]",
+        examples=[32.0],
+    )
+    dropout: Fraction = Field(default=0.0, description="share of the adapter's inputs that are dropped [1]")
+    targets: str | tuple[str, ...] = Field(
+        default="all-linear",
+        description="layers with an adapter: 'all-linear' (all but the output matrix), ends of names, or one regular expression",
+        examples=[["q_proj", "v_proj"]],
+    )
+    rslora: bool = Field(default=False, description="multiply by alpha / sqrt(rank) instead (rsLoRA) [1]")
+    from_: str | None = Field(
+        default=None,
+        alias="from",
+        description="folder of an adapter of peft to train further, which gives the fields above but dropout",
+        examples=["my-adapter"],
+    )
+
+
 Format = Literal["auto", "text", "messages", "pairs"]
 
 

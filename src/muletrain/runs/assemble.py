@@ -24,7 +24,7 @@ from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import digest
-from muletrain.config.model_sections import ModelConfig
+from muletrain.config.model_sections import AdapterConfig, ModelConfig
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.microbatch import HeldoutSource, MicrobatchSource, sequence_length
 from muletrain.data.ngram import spread
@@ -40,9 +40,10 @@ from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.model.native import is_native
 from muletrain.model.stage import initial_weight
+from muletrain.model.traced.adapter import described, first_weight, is_adapter, read_config, reader
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
-from muletrain.model.traced.folder import check_config, import_traced, load_traced, run_context, traced_in
+from muletrain.model.traced.folder import check_config, import_traced, load_traced, run_context, traced_in, with_adapter
 from muletrain.optim.schedule import learning_rate
 from muletrain.policy.shards import CHUNK, lone_chunk
 from muletrain.runs.checkpoint import FORMAT
@@ -301,14 +302,21 @@ def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | No
     load = _given_weights(facts, stage)
     if load is None:
         return None
-    shapes = make_stage(facts.spec, stage, facts.cut).shapes()
+    shapes, seed, adapter = (
+        make_stage(facts.spec, stage, facts.cut).shapes(),
+        facts.config.train.seed,
+        facts.config.adapter,
+    )
+    further = None if adapter.from_ is None else reader(Path(adapter.from_))
 
     def first(name: str) -> Tensor:
         if name.startswith(f"{PREFIX}."):  # no checkpoint to start from has these
-            return initial_weight(facts.spec, name, shapes[name], facts.config.train.seed)
+            return initial_weight(facts.spec, name, shapes[name], seed)
+        if adapter.rank is not None and is_adapter(name):
+            return first_weight(name, shapes[name], seed) if further is None else further(name)
         return load(name)
 
-    return finite(first if facts.spec.borders else load, facts.config.model.given or "")
+    return finite(first if facts.spec.borders or adapter.rank is not None else load, facts.config.model.given or "")
 
 
 def _given_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | None:
@@ -342,7 +350,12 @@ def resolve_start(
     people. Raises CheckpointError, or ConfigError if the user asks for different sizes."""
     if config.model.factory is not None:
         return _resolve_factory(config)
+    if config.adapter.from_ is not None:
+        folder = Path(config.adapter.from_).expanduser().resolve()
+        config = with_adapter_of(config, folder)
     if config.model.from_ is None:
+        if config.adapter.rank is not None and config.model.architecture is None:
+            raise ConfigError("adapter.rank: an adapter belongs to a trained model; name one by model.from")
         return config
     given = config.model.model_dump(include=config.model.model_fields_set - {"from_"}, exclude_none=True)
     changes, data = {name: given[name] for name in ("context", "dropout", "untie") if name in given}, config.data
@@ -358,7 +371,7 @@ def resolve_start(
 
     try:
         folder = local_folder(config.model.from_, check, weights=weights)
-        sizes = sizes_in(folder, given, weights=weights, note=note)
+        sizes = sizes_in(folder, given, config.adapter, weights=weights, note=note)
     except CheckpointError as e:
         raise CheckpointError(f"model.from: {e}") from e
     if is_own(folder) and weights:
@@ -409,11 +422,27 @@ _NOT_TIED = (
 SIZES = ("layers", "width", "vocab", "context", "architecture")
 
 
-def sizes_in(folder: Path, given: dict[str, Any], *, weights: bool, note: Callable[[str], None]) -> dict[str, Any]:
-    """Fields of ``ModelConfig`` that describe the model in ``folder``, with a check of its weights if ``weights``.
-    Raises CheckpointError or ConfigError."""
+def with_adapter_of(config: RunConfig, folder: Path) -> RunConfig:
+    """``config`` with the adapter that is in ``folder``. Raises CheckpointError, or ConfigError if the user asks for
+    another one."""
+    found = {**read_config(folder), "from": str(folder), "dropout": config.adapter.dropout}
+    asked = config.adapter.model_dump(include=config.adapter.model_fields_set - {"from_", "dropout"}, exclude_none=True)
+    own = AdapterConfig.model_validate(found)
+    for name, value in asked.items():
+        if value != getattr(own, name):
+            raise ConfigError(
+                f"adapter.{name}: {value!r} beside adapter.from, which has {getattr(own, name)!r}; leave it out"
+            )
+    return config.model_copy(update={"adapter": own})
+
+
+def sizes_in(
+    folder: Path, given: dict[str, Any], adapter: AdapterConfig, *, weights: bool, note: Callable[[str], None]
+) -> dict[str, Any]:
+    """Fields of ``ModelConfig`` that describe the model in ``folder`` with ``adapter``, with a check of its weights if
+    ``weights``. Raises CheckpointError or ConfigError."""
     context = run_context(folder, given.get("context"))
-    if is_native(folder):
+    if is_native(folder) and adapter.rank is None:
         untie = given.get("untie", False)
         spec = spec_in(folder, context=context, untie=untie)
         if weights:
@@ -429,9 +458,10 @@ def sizes_in(folder: Path, given: dict[str, Any], *, weights: bool, note: Callab
         del sizes["compression"]
         return {**sizes, **own}
     own = {name: given[name] for name in ("dropout", "untie") if name in given}
-    model = traced_in(folder, context=context, **own)
+    put_in = None if adapter.rank is None else described(adapter)
+    model = with_adapter(traced_in(folder, context=context, **own), put_in)
     if weights:
-        declared, model = model, import_traced(folder, context=context, **own)
+        declared, model = model, import_traced(folder, context=context, adapter=put_in, **own)
         if declared != model:
             note(_NOT_TIED)
     chain = {"chain": model.chain_name} if weights or "chain" in given else {}

@@ -103,8 +103,13 @@ def export(
     where: Where,
     hf: Annotated[
         Path,
-        typer.Option("--hf", metavar="DIR", help="New folder for the Hugging Face checkpoint, or a module's weights."),
+        typer.Option(
+            "--hf", metavar="DIR", help="New folder for the Hugging Face checkpoint, an adapter, or a module's weights."
+        ),
     ],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add a trained adapter to the model, and write the whole model.")
+    ] = False,
     source: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where the folder of model.from is now, if it moved.")
     ] = None,
@@ -116,6 +121,9 @@ def export(
     It consists of safetensors, config and tokenizer. If the run started from a Hugging Face checkpoint (model.from),
     everything but the weights stays as it was: special tokens, generation settings, chat template, declared context. Of
     a model that was trained on conversations, the template is the one of the training.
+
+    Of an adapter (adapter.rank), it is a folder that 'peft' loads; --merge adds the adapter to the model instead, and
+    writes the whole.
 
     Of a module of yours (model.factory, which --factory must name), it is model.safetensors alone: the whole module's
     state_dict, under its own names, for load_state_dict."""
@@ -133,13 +141,23 @@ def export(
             "the model was trained with layers that compress between stages (model.compression), and no architecture of transformers has "
             "them; 'muletrain eval', 'muletrain generate' and 'run --resume' take the checkpoint as it is"
         )
-    if checkpoint.spec.own_loss:
+    adapted = checkpoint.config.adapter.rank is not None
+    if merge and not adapted:
+        raise CheckpointError("--merge: the run trained no adapter (adapter.rank); leave it out")
+    if adapted and not merge:
+        checkpoint.export_adapter(hf, checkpoint.source(source))
+        remark, written = (
+            None,
+            f"wrote {hf}: load it with peft.PeftModel.from_pretrained(model, '{hf}'), or merge it by --merge",
+        )
+    elif checkpoint.spec.own_loss:
         file, remark = checkpoint.export_module(hf, dtype)
         written = f"wrote {file}: module.load_state_dict(safetensors.torch.load_file(...)) takes it"
     else:
+        weights, spec = checkpoint.merged() if merge else (checkpoint.weights(), checkpoint.spec)
         remark = export_hf(
-            checkpoint.weights(),
-            checkpoint.spec,
+            weights,
+            spec,
             checkpoint.tokenizer_json,
             hf,
             end_of_text=checkpoint.encoder.end_token,
