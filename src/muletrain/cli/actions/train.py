@@ -235,6 +235,8 @@ def _serve(session: Session, greeting: str = "") -> None:
     try:
         with session.interruptible():
             with session.console:
+                if isinstance(session.console, JsonConsole):
+                    print(jsonlib.dumps({"kind": "folder", "folder": str(session.folder.resolve())}), flush=True)
                 if greeting:
                     session.say(greeting)
                 ticket = session.begin()
