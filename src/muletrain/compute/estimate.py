@@ -5,12 +5,15 @@ which machine can serve the stage at all.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from muletrain.config.schema import Precision
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from muletrain.config.schema import Checkpointing
     from muletrain.model.chain import Model
     from muletrain.planning.partition import Cut
@@ -147,7 +150,8 @@ class StageMemory:
     activations: int
     """The graphs that must exist at once; more are stashed only if memory allows."""
     copies: int
-    """See ``COPIES``."""
+    """See ``COPIES``; of a peer alone, one copy for a checkpoint, or none: then the checkpoint is written from the
+    state itself, piece by piece, and training waits."""
     on_device: int
     """Memory needed on an accelerator."""
     on_host: int
@@ -156,12 +160,15 @@ class StageMemory:
     """The part that delayed updates need."""
     swapped: SwapMemory | None = None
     """The needs of a swapped stage (``compute.swap``); None: swapping is impossible."""
-    blockwise: StageMemory | None = None
-    """The needs if backward computes one block again at a time; None: not a choice of this machine."""
+    by_block: bool = False
+    """Backward computes one block again at a time."""
+    smaller: StageMemory | None = None
+    """The next way of serving the stage, slower and with smaller needs: without copies, then also ``by_block``; None:
+    this machine has no such choice."""
 
     def on(self, offer: Offer) -> StageMemory:
-        """The needs on a machine with this offer: blockwise if whole graphs do not fit."""
-        return self.blockwise if self.blockwise is not None and not self._fits_whole(offer) else self
+        """The needs on a machine with this offer: the first way that fits, else the last."""
+        return self if self.smaller is None or self._fits_whole(offer) else self.smaller.on(offer)
 
     def _fits_whole(self, offer: Offer) -> bool:
         need = self.total if offer.host is None else self.on_device
@@ -218,27 +225,30 @@ PARTS = 3
 
 
 def _with_graphs(
-    need: StageMemory,
+    needs: Sequence[StageMemory],
     stage: tuple[Model, Cut, int],
     tokens: int,
     precision: Precision,
     checkpointing: Checkpointing,
     graphs: int = 1,
 ) -> StageMemory:
-    """``need``, which has no activations yet, with these. Under 'auto', each machine chooses."""
+    """The ways of serving the stage: ``needs``, which have no activations yet, with these. Under 'auto', each machine
+    chooses."""
     spec, cut, number = stage
 
-    def holding(activations: int) -> StageMemory:
-        return replace(need, activations=activations, on_device=need.on_device + activations)
+    def holding(need: StageMemory, activations: int, *, by_block: bool) -> StageMemory:
+        on_device = need.on_device + activations
+        return replace(need, activations=activations, on_device=on_device, by_block=by_block)
 
     size = 4 if precision is Precision.FP32 else 2
-    whole = holding(graphs * stash_bytes(*stage, tokens, precision))
+    whole = graphs * stash_bytes(*stage, tokens, precision)
     largest = int(spec.largest_kept_bytes(cut, number, tokens, size))
-    blockwise = holding(stash_bytes(*stage, tokens, precision, by_block=True) + largest)
-    if checkpointing == "block":
-        return blockwise
-    smaller = checkpointing == "auto" and blockwise.activations < whole.activations
-    return replace(whole, blockwise=blockwise if smaller else None)
+    blocks = stash_bytes(*stage, tokens, precision, by_block=True) + largest
+    by_block = checkpointing == "block"
+    ways = [holding(need, blocks if by_block else whole, by_block=by_block) for need in needs]
+    if checkpointing == "auto" and blocks < whole:
+        ways.append(holding(needs[-1], blocks, by_block=True))
+    return reduce(lambda smaller, way: replace(way, smaller=smaller), reversed(ways))
 
 
 def client_memory(
@@ -269,7 +279,7 @@ def client_memory(
         on_host=coming + going + accumulators + (PARTS - 1) * gradient,
         delayed=older + second,
     )
-    return _with_graphs(need, (spec, cut, stage), tokens, precision, checkpointing)
+    return _with_graphs([need], (spec, cut, stage), tokens, precision, checkpointing)
 
 
 def stage_memory(
@@ -283,36 +293,44 @@ def stage_memory(
     graphs: int = 1,
     delayed: bool = False,
     checkpointing: Checkpointing = "always",
+    alone: bool = False,
 ) -> StageMemory:
     """Memory of ``stage`` with microbatches of ``tokens`` (B * T) tokens, of which ``graphs`` are kept at once.
 
     ``state_on_cpu``: masters and moments stay in the machine's memory, an accelerator has a working copy. ``delayed``:
     two steps are under way at once, each with an accumulator and weights; copies of the state have both weights.
+    ``alone``: the run has one peer, and none can join. So the mean is made in the accumulator, no gradient is kept for
+    others, and a copy of the state is made only if there is room.
     """
     params, trained = spec.stage_params(cut, stage), spec.trained_params(cut, stage)
     size = 4 if precision is Precision.FP32 else 2
     older = params * size if delayed else 0
     copy = older + (0 if precision is Precision.FP32 else params * size)
-    masters, moments, reduced, kept = 4 * params, 8 * trained, 4 * trained, 4 * trained
+    masters, moments = 4 * params, 8 * trained
+    reduced = kept = 0 if alone else 4 * trained
     accumulator, second, gradients = 4 * trained, 4 * trained * delayed, size * trained
     tied = tied_bytes(spec, cut, stage)
-    older_copies = COPIES * 4 * params * delayed
-    copies = COPIES * (masters + moments) + older_copies
     computing = accumulator + second + gradients
-    if state_on_cpu:
-        on_device = params * size + older + computing
-        on_host = masters + moments + 2 * reduced + kept + copies + tied  # as received, and scaled
-    else:
-        on_device = masters + copy + moments + computing
-        on_host = accumulator + reduced + kept + copies + tied
-    need = StageMemory(
-        weights=masters + copy,
-        moments=moments,
-        gradient=accumulator + second + gradients + reduced + kept + tied,
-        activations=0,
-        copies=copies,
-        on_device=on_device,
-        on_host=on_host,
-        delayed=older + second + older_copies,
-    )
-    return _with_graphs(need, (spec, cut, stage), tokens, precision, checkpointing, graphs)
+
+    def with_copies(count: int) -> StageMemory:
+        older_copies = count * 4 * params * delayed
+        copies = count * (masters + moments) + older_copies
+        if state_on_cpu:
+            on_device = params * size + older + computing
+            on_host = masters + moments + 2 * accumulator + kept + copies + tied  # the mean, and scaled
+        else:
+            on_device = masters + copy + moments + computing
+            on_host = accumulator + reduced + kept + copies + tied
+        return StageMemory(
+            weights=masters + copy,
+            moments=moments,
+            gradient=computing + reduced + kept + tied,
+            activations=0,
+            copies=copies,
+            on_device=on_device,
+            on_host=on_host,
+            delayed=older + second + older_copies,
+        )
+
+    needs = [with_copies(count) for count in ((1, 0) if alone else (COPIES,))]
+    return _with_graphs(needs, (spec, cut, stage), tokens, precision, checkpointing, graphs)

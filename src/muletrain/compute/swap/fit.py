@@ -137,7 +137,7 @@ def swap_memory(
 def stage_needs(
     config: RunConfig, spec: Model, cut: Cut, precision: Precision, *, alone: bool = False
 ) -> list[StageMemory]:
-    """Memory needs of each stage of a run, swapped or not. ``alone``: see ``SwapMemory``."""
+    """Memory needs of each stage of a run, swapped or not. ``alone``: see ``stage_memory``."""
     strategy, optimizer = strategy_of(config), config.optimizer
     tokens, most = config.train.microbatch * spec.context, min(strategy.capacity(len(cut)), config.microbatches)
     needs = [
@@ -151,6 +151,7 @@ def stage_needs(
             state_on_cpu=optimizer.state_device == "cpu",
             graphs=most if config.compute.checkpointing == "never" else 1,
             checkpointing=config.compute.checkpointing,
+            alone=alone,
         )
         for s in range(len(cut))
     ]
