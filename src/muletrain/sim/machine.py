@@ -89,7 +89,7 @@ def _recomputes(config: RunConfig, stages: int, need: StageMemory, offer: Offer)
     """Decide as a peer does: keep activations if memory has room for the usual microbatches in flight."""
     if config.compute.checkpointing != "auto":
         return config.compute.checkpointing != "never"
-    kept = min(capacity(stages) // 2, config.microbatches) * need.activations
+    kept = min(capacity(stages) // 2, config.microbatches) * need.graph
     return kept > stash_room(offer, need)
 
 

@@ -62,8 +62,9 @@ class StateBuffers:
     def __iter__(self) -> Iterator[memoryview]:
         yield memoryview(self._head)
         for name in self._names:
-            for piece in self._state[name].detach().reshape(-1).split(PIECE):
-                yield tensor_bytes(piece.to(_stored(piece.dtype)))
+            flat = self._state[name].detach().reshape(-1)
+            for begin in range(0, flat.numel(), PIECE):
+                yield tensor_bytes(flat[begin : begin + PIECE].to(_stored(flat.dtype)))
 
 
 def _stored(dtype: torch.dtype) -> torch.dtype:
