@@ -72,6 +72,8 @@ class StageSetup:
     """Compute in the caller's thread (virtual event loops)."""
     updates: bool = True
     """The optimizer's moments are kept here. False: this machine only computes gradients."""
+    lends: bool = False
+    """``Compute.lends``."""
     compiled: bool = False
     """Blocks go through ``torch.compile`` (``compute.compiled``)."""
     masks: type[Masks] = Masks
@@ -301,14 +303,17 @@ class StageArithmetic:
             self._copy_exact(weights)
 
     def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU: 'model/NAME', and of trained parameters 'moment1/NAME', 'moment2/NAME', fp32, and the loss scale.
-        With two versions also 'delayed/NAME', the older weights, and 'step' [1], the step that uses the older
-        weights."""
+        """Copies on the CPU (``StageSetup.lends``: the buffers themselves): 'model/NAME', and of trained parameters
+        'moment1/NAME', 'moment2/NAME', fp32, and the loss scale. With two versions also 'delayed/NAME', the older
+        weights, and 'step' [1], the step that uses the older weights."""
         with self._locked():
+            buffers = self._buffers()
+            if not self.setup.lends:
+                buffers = {kind: flat.to("cpu", torch.float32, copy=True) for kind, flat in buffers.items()}
             state = {
                 f"{kind}/{name}": view
-                for kind, flat in self._buffers().items()
-                for name, view in state_views(self.layout, kind, flat.to("cpu", torch.float32, copy=True)).items()
+                for kind, flat in buffers.items()
+                for name, view in state_views(self.layout, kind, flat).items()
             }
             if len(self._working) > 1:
                 state["step"] = torch.tensor([self.next], dtype=torch.float64)

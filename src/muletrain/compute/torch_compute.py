@@ -53,7 +53,7 @@ class TorchCompute(ThreadedCompute):
         self, spec: Model, cut: Cut, stage: int, setup: StageSetup, source: Callable[[str], Tensor] | None = None
     ) -> None:
         self.stage, self.stages = stage, len(cut)
-        self.delayed, self.lends = setup.optimizer.delayed, False
+        self.delayed, self.lends = setup.optimizer.delayed, setup.lends
         versions = [self._empty(spec, cut) for _ in range(2 if self.delayed else 1)]
         self.arithmetic = StageArithmetic(stage, versions, setup, source)
         self.layout = layout = self.arithmetic.layout

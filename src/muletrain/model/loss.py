@@ -59,8 +59,11 @@ class _Chunked(torch.autograd.Function):
             pieces = [v[:, chunk].detach().requires_grad_(g is not None) for v, g in zip(given, passed, strict=False)]
             leaves = [p for p in pieces if p.requires_grad] + parameters
             with torch.set_grad_enabled(bool(leaves)):
-                found = logits(pieces).float().flatten(0, 1)
-                loss = F.cross_entropy(found, targets[chunk], ignore_index=ignored, reduction="sum") / counted
+                # the logits have no name: they go before the backward
+                summed = F.cross_entropy(
+                    logits(pieces).float().flatten(0, 1), targets[chunk], ignore_index=ignored, reduction="sum"
+                )
+                loss = summed / counted
             total += loss.detach()
             if not leaves:
                 continue

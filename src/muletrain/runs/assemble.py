@@ -229,7 +229,7 @@ def build_compute(
     the stage's weights; default: ``model.from``, or drawn from the seed. ``updates``: see ``StageSetup``. ``folder``:
     private to this peer, for a stage that is larger than the device. Raises CheckpointError, and CapacityError if the
     stage can only be swapped and backing memory is too small."""
-    config, need = facts.config, (facts.needs() if updates else facts.client_needs())[stage]
+    config, need = facts.config, (facts.needs() if updates else facts.client_needs())[stage].on(machine.offer)
     setup = StageSetup(
         optimizer=config.optimizer,
         total_steps=config.train.steps,
@@ -238,9 +238,10 @@ def build_compute(
         microbatches=config.microbatches,
         device=machine.device,
         precision=machine.precision,
-        checkpointing=config.compute.checkpointing if need.on(machine.offer) is need else "block",
+        checkpointing="block" if need.by_block else config.compute.checkpointing,
         stash_budget=_stash_budget(need, machine),
         updates=updates,
+        lends=not need.copies,
         compiled=config.compute.compile == "on" or (config.compute.compile == "auto" and machine.device.type == "cuda"),
     )
     source = initial_weights(facts, stage) if part is None else _weights_in(part)
