@@ -28,7 +28,7 @@ from muletrain.compute.swap.fit import NOMINAL_BYTES_PER_S, NOMINAL_FLOPS, block
 from muletrain.compute.swap.loading import Lane, device_window
 from muletrain.compute.swap.state import State
 from muletrain.compute.threads import ThreadedCompute, Threads
-from muletrain.errors import ProtocolError
+from muletrain.errors import CapacityError, ProtocolError
 from muletrain.events import SwapWorked
 from muletrain.model.make import make_stage
 from muletrain.model.stage import initial_weight
@@ -266,13 +266,15 @@ class SwappedCompute(ThreadedCompute):
         disk = swap.folder is not None
         memory = swap_memory(
             spec, cut, stage, tokens, setup.precision, microbatches=swap.most, lamb=lamb, disk=disk, alone=swap.alone
-        )
+        ).at(swap.offer)
+        if not memory.fits(swap.offer):  # before a block is measured for which the device may be too small
+            raise CapacityError(memory.problem(swap.offer))
         self.lends = not memory.copies(swap.offer)
         at = Conditions(setup.sequences, setup.device, setup.precision)
-        times = None if setup.inline else part_times(spec, at)
-        blocks = blocks_of(spec, cut, stage, tokens, setup.precision, NOMINAL_FLOPS, times)
+        times = None if setup.inline else part_times(spec, at, memory.inside)
+        blocks = blocks_of(spec, cut, stage, tokens, setup.precision, NOMINAL_FLOPS, times, memory.inside)
         fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # refuse before taking room on the disk
-        chain, gpu = chain_of(spec, cut, stage), setup.device if setup.device.type == "cuda" else None
+        chain, gpu = chain_of(spec, cut, stage, memory.inside), setup.device if setup.device.type == "cuda" else None
         self._backing: Backing = Disk(swap.folder) if swap.folder is not None else Memory(gpu)
         if setup.device.type == "cpu":
             keep_freed_memory_small()
@@ -309,7 +311,7 @@ class SwappedCompute(ThreadedCompute):
         models = sub_models(chain, self.plan.runs, layout)
         where, plan = (stage, len(cut)), self.plan
         self.arithmetic = SwappedArithmetic(
-            where, spec.width, models, setup, state, self._backing, self.threads, kept=plan.kept, alone=swap.alone
+            where, models, setup, state, self._backing, self.threads, kept=plan.kept, alone=swap.alone
         )
         self.rounds = Rounds(min(swap.least or self.plan.minibatches, swap.most), swap.most, self._settle)
         self._kept: dict[Microbatch, Passage] = {}
