@@ -139,10 +139,10 @@ class Block:
     def parameter_bytes(self) -> int:
         return sum(weight.nbytes for weight in self._host.values())
 
-    def load(self) -> float:
-        """Copy the weights to the device. Returns seconds."""
+    def load(self, *, copy: bool = True) -> float:
+        """Copy the weights to the device. Returns seconds. ``copy`` False: not where they are there already."""
         begin = now(self._device)
-        loaded = {name: weight.to(self._device, copy=True, non_blocking=True) for name, weight in self._host.items()}
+        loaded = {name: weight.to(self._device, copy=copy, non_blocking=True) for name, weight in self._host.items()}
         took_s = now(self._device) - begin
         self._module.bind(loaded)
         return took_s
@@ -281,7 +281,7 @@ def _quick(model: Model, part: int, at: Conditions, budget_s: float, piece: Piec
     too small."""
     try:
         block = Block(model, part, at, torch.randn(at.sequences, model.context, model.width).to(at.dtype), piece)
-        block.load()
+        block.load(copy=False)
         block.once(1)  # libraries load, and choose how to compute
         count = max(1, min(at.sequences, int(budget_s / QUICK_PASSES / sum(block.once(1)))))
         return BlockTimes(*block.median_s(1, budget_s, count), count, model.context)

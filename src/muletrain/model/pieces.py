@@ -166,7 +166,7 @@ class Piece:
         if self.kind == "head":
             chunk = min(tokens, self.loss_tokens)
             again = size * self.params if chunk < tokens else 0  # the gradient of one chunk beside the sum
-            return chunk * (2 * LOSS_BYTES + size) * self.size + tokens * (norm + size * width) + again
+            return chunk * (LOSS_BYTES + 4 + size) * self.size + tokens * (norm + size * width) + again
         if self.kind == "attention":
             query = self.size * (spec.heads // spec.kv_heads)
             return tokens * (norm + sliced + mask + 2 * size * spec.head_width * (query + self.size))

@@ -22,7 +22,7 @@ from muletrain.compute.profile import Conditions, part_times
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
 from muletrain.compute.swap.arithmetic import Passage, SwappedArithmetic
-from muletrain.compute.swap.backing import Disk, Memory, keep_freed_memory_small
+from muletrain.compute.swap.backing import Disk, Memory, keep_freed_memory_small, return_freed_memory
 from muletrain.compute.swap.chain import chain_of, sub_models
 from muletrain.compute.swap.fit import NOMINAL_BYTES_PER_S, NOMINAL_FLOPS, blocks_of, fitted, swap_memory
 from muletrain.compute.swap.loading import Lane, device_window
@@ -271,13 +271,15 @@ class SwappedCompute(ThreadedCompute):
             raise CapacityError(memory.problem(swap.offer))
         self.lends = not memory.copies(swap.offer)
         at = Conditions(setup.sequences, setup.device, setup.precision)
+        if setup.device.type == "cpu":
+            keep_freed_memory_small()
         times = None if setup.inline else part_times(spec, at, memory.inside)
+        if setup.device.type == "cpu":
+            return_freed_memory()  # of the blocks that were measured
         blocks = blocks_of(spec, cut, stage, tokens, setup.precision, NOMINAL_FLOPS, times, memory.inside)
         fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # refuse before taking room on the disk
         chain, gpu = chain_of(spec, cut, stage, memory.inside), setup.device if setup.device.type == "cuda" else None
         self._backing: Backing = Disk(swap.folder) if swap.folder is not None else Memory(gpu)
-        if setup.device.type == "cpu":
-            keep_freed_memory_small()
         self._failure: BaseException | None = None
         """Why the accumulator lacks something, until emptied."""
         try:
