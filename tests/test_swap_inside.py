@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from muletrain.compute.estimate import SwapMemory
+    from muletrain.compute.swap.swapped import SwappedCompute
+    from muletrain.compute.torch_compute import TorchCompute
 
 made = pytest.fixture(stages_in)
 SPEC = ModelSpec.from_config(
@@ -53,6 +56,13 @@ def needs(spec: ModelSpec, cut: int = 1, stage: int = 0, *, tokens: int = TOKENS
 def one_block(spec: ModelSpec, tokens: int = TOKENS) -> int:
     """Bytes of the largest block that computes, with nothing beside it."""
     return int(max(b.load_bytes + b.work_bytes for b in blocks_of(spec, spec.cut(1), 0, tokens, Precision.FP32, 1.0)))
+
+
+def check_same_few_steps(resident: list[TorchCompute], swapped: list[SwappedCompute]) -> None:
+    """Losses, weights and moments after five steps, within 1e-5."""
+    expected, _ = run(train(resident, 5))
+    assert run(train(swapped, 5))[0] == pytest.approx(expected, rel=1e-5)
+    assert worst(run(states(swapped)), run(states(resident))) <= 1e-5
 
 
 # The same numbers -----------------------------------------------------------------------------------------------------
@@ -77,8 +87,10 @@ def test_the_finest_pieces_give_the_same_numbers(made: Made, spec: ModelSpec, al
     finest = needs(spec).finer[-1]
     (swapped,) = made.swapped(1, spec, budget=finest.least, disk=False, alone=alone, optimizer=ADAMW)
     kinds = {piece.kind for part in range(spec.layers + 2) for piece in pieces_of(spec, part, finest.inside)}
-    assert kinds == ({"attention", "feed-forward"} if spec is SPEC else {"embedding", "attention", "feed-forward", "head"})
-    check_same_training(made.resident(1, spec, optimizer=ADAMW), [swapped], loss=1e-5, tensor=1e-5)
+    assert kinds == (
+        {"attention", "feed-forward"} if spec is SPEC else {"embedding", "attention", "feed-forward", "head"}
+    )
+    check_same_few_steps(made.resident(1, spec, optimizer=ADAMW), [swapped])
 
 
 def test_stages_of_a_pipeline_are_cut_inside(made: Made) -> None:
@@ -88,7 +100,7 @@ def test_stages_of_a_pipeline_are_cut_inside(made: Made) -> None:
     budget = max(needs(spec, 3, stage).finer[-1].least for stage in range(3))
     assert all(needs(spec, 3, stage).least > budget for stage in range(3))
     resident, swapped = made.resident(3, spec, optimizer=ADAMW), made.swapped(3, spec, budget=budget, optimizer=ADAMW)
-    check_same_training(resident, swapped, loss=1e-5, tensor=1e-5)
+    check_same_few_steps(resident, swapped)
 
 
 def test_halves_of_layers_give_the_same_bits(made: Made) -> None:
@@ -105,9 +117,10 @@ def test_pieces_in_16_bits(made: Made, precision: Precision) -> None:
     """Between pieces, sums are in fp32."""
     need = swap_memory(WORDY, WORDY.cut(1), 0, TOKENS, precision, microbatches=4, lamb=False, disk=True)
     resident = made.resident(1, WORDY, precision=precision, optimizer=ADAMW)
-    swapped = made.swapped(1, WORDY, budget=need.finer[-1].least, precision=precision, optimizer=ADAMW)
-    expected, _ = run(train(resident, 4))
-    assert run(train(swapped, 4))[0] == pytest.approx(expected, rel=0.02)
+    budget = next(cut.least for cut in need.finer if min(cut.inside) > 1)
+    swapped = made.swapped(1, WORDY, budget=budget, precision=precision, optimizer=ADAMW)
+    expected, _ = run(train(resident, 3))
+    assert run(train(swapped, 3))[0] == pytest.approx(expected, rel=0.02)
     weights = {n: t for n, t in run(states(resident)).items() if n.startswith("model/")}
     assert worst({n: t for n, t in run(states(swapped)).items() if n in weights}, weights) <= 0.02
 
@@ -191,7 +204,9 @@ def test_a_piece_of_each_kind_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert part_times(SPEC, at, WHOLE).keys() == {*range(SPEC.layers + 2)}
     assert part_times(SPEC, at, inside) == times, "kept"
     blocks = blocks_of(SPEC, SPEC.cut(1), 0, TOKENS, Precision.FP32, 1.0, times, inside)
-    assert [b.forward_s for b in blocks[1:6]] == [TOKENS * times[k][0] for k in ["attention"] * 2 + ["feed-forward"] * 3]
+    assert [b.forward_s for b in blocks[1:6]] == [
+        TOKENS * times[k][0] for k in ["attention"] * 2 + ["feed-forward"] * 3
+    ]
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -239,7 +254,7 @@ def test_gpt3_175b_passes_through_the_cards_of_atom(card: int, precision: Precis
     loads = [sum(b.load_bytes for b in m) for m in models]
     turns = [load for n, load in enumerate(loads) if n not in found.kept]
     lines = {
-        "two sub-models that take turns": max([*turns, *(a + b for a, b in zip(turns, turns[1:], strict=False))]),
+        "two sub-models that take turns": max([*turns, *(a + b for a, b in pairwise(turns))]),
         "sub-models that stay": sum(loads[n] for n in found.kept),
         "summed gradient": max(sum(b.sum_bytes for b in m) for m in models),
         "gradient and graph of one": max(sum(b.work_bytes - b.sum_bytes for b in m) for m in models),
@@ -248,7 +263,6 @@ def test_gpt3_175b_passes_through_the_cards_of_atom(card: int, precision: Precis
     assert sum(lines.values()) <= offer.device, lines
     assert found.device_bytes + own.beside == pytest.approx(sum(lines.values()))
     assert sum(b.load_bytes for b in blocks) == size * spec.params, "no number is missing"
-    print(f"{card} GB, {precision.value}: {own.inside or 'whole blocks'};", {k: f"{v / 2**30:.2f}" for k, v in lines.items()})
 
 
 def test_the_chain_of_pieces_follows_the_blocks() -> None:

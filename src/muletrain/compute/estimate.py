@@ -149,7 +149,8 @@ class SwapMemory:
         """The reason why the offer does not suffice, and a sufficient offer."""
         need = self.at(offer)
         if (least := need.on_device(offer)) > offer.device:
-            largest = "its largest block" if need.inside == WHOLE else "the largest piece of its blocks, which are cut"
+            whole = "its largest block, which cannot be cut"
+            largest = whole if need.inside == WHOLE else "the largest piece of its blocks, which are cut"
             return (
                 f"even swapped it needs {format_memory(least)}, for {largest}, the next one and a microbatch, and "
                 f"{format_memory(offer.device)} may be used: give more memory (compute.memory), or take a smaller train.microbatch"

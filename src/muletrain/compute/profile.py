@@ -121,9 +121,7 @@ def needed(model: Model, part: int, at: Conditions) -> int:
 class Block:
     """One block, alone on the device."""
 
-    def __init__(
-        self, model: Model, part: int, at: Conditions, hidden: Tensor, piece: Piece | None = None
-    ) -> None:
+    def __init__(self, model: Model, part: int, at: Conditions, hidden: Tensor, piece: Piece | None = None) -> None:
         """``piece``: instead of the whole block, the first slice of a kind."""
         runs = ((0, 0), *((layer, layer + 1) for layer in range(model.layers)), (model.layers, model.layers))
         # where stages meet differs from run to run, and what compresses there is small beside a block

@@ -43,12 +43,17 @@ class PieceModule(StageModule):
         """The weights'."""
         return next(self.parameters()).dtype
 
-    def score(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """What a slice of the head before the last one passes on."""
-        raise NotImplementedError
+    @property
+    def only_matrix(self) -> Tensor:
+        """The rows of an embedding or of an output matrix."""
+        return next(parameter for parameter in self.parameters() if parameter.dim() == 2)
 
     def _rows(self, name: str) -> dict[str, tuple[int, int, int]]:
         return {name: (0, self.piece.span()[0], self.spec.vocab)}
+
+
+def _embedding(piece: Piece) -> nn.Embedding:
+    return nn.Embedding(piece.size, piece.spec.width, _weight=torch.empty(piece.size, piece.spec.width))
 
 
 class EmbeddingPiece(PieceModule):
@@ -58,8 +63,7 @@ class EmbeddingPiece(PieceModule):
     def __init__(self, piece: Piece) -> None:
         super().__init__(piece)
         with torch.device("meta"):
-            weight = torch.empty(piece.size, piece.spec.width)
-            self.model.embed_tokens = nn.Embedding(piece.size, piece.spec.width, _weight=weight)
+            self.model.embed_tokens = _embedding(piece)
 
     @property
     def slices(self) -> Mapping[str, tuple[int, int, int]]:
@@ -69,7 +73,7 @@ class EmbeddingPiece(PieceModule):
         ids = inputs if self.piece.opens else inputs[..., 0].detach().long()
         begin, end = self.piece.span()
         own = (ids >= begin) & (ids < end)
-        found = self.model.embed_tokens((ids - begin).clamp(0, end - begin - 1)) * own[..., None]
+        found = F.embedding((ids - begin).clamp(0, end - begin - 1), self.only_matrix) * own[..., None]
         found = dropout(found, masks, 0, self.piece.spec.dropout)
         if not self.piece.opens:
             found = inputs[..., 1:] + found
@@ -117,7 +121,7 @@ class LayerPiece(PieceModule):
             y = self.compression.enter(inputs.to(dtype), piece.layer)
             h = block.get_submodule(self._norm)(y)
         else:
-            h, y = inputs.split(spec.width, dim=-1)
+            h, y = torch.split(inputs, spec.width, dim=-1)
             h = h.to(dtype)
         if piece.kind == "attention":
             cos, sin = rope_table(spec.context, spec.head_width, spec.rope_theta, h.device, h.dtype)
@@ -126,10 +130,7 @@ class LayerPiece(PieceModule):
             term = block.get_submodule("mlp")(h)
         site = 2 * piece.layer + (1 if piece.kind == "attention" else 2)
         term = dropout(term, masks, site, spec.dropout)
-        if piece.opens and piece.closes:
-            y = y + term
-        else:
-            y = y.float() + term
+        y = y + term if piece.opens and piece.closes else y.float() + term
         if not piece.closes:
             return torch.cat((h.float(), y), dim=-1)
         return self.compression.leave(y.to(dtype), piece.layer)
@@ -146,8 +147,7 @@ class HeadPiece(PieceModule):
             if piece.opens:
                 self.model.norm = RMSNorm(spec.width, spec.norm_eps)
             if spec.tie:
-                weight = torch.empty(piece.size, spec.width)
-                self.model.embed_tokens = nn.Embedding(piece.size, spec.width, _weight=weight)
+                self.model.embed_tokens = _embedding(piece)
             else:
                 self.lm_head = Linear(spec.width, piece.size, bias=False)
 
@@ -159,6 +159,7 @@ class HeadPiece(PieceModule):
         raise NotImplementedError  # no slice has all logits
 
     def score(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """``forward`` of a slice before the last one, with the ``targets`` int64 [B, T]."""
         h, total, own = self._scored(inputs, targets.to(inputs.device))
         return torch.cat((h.float(), total[..., None], own[..., None]), dim=-1)
 
@@ -175,10 +176,10 @@ class HeadPiece(PieceModule):
         if self.piece.opens:
             h = self.model.get_submodule("norm")(inputs.to(self.dtype))
         else:
-            h, before, found = inputs.split((width, 1, 1), dim=-1)
+            h, before, found = torch.split(inputs, [width, 1, 1], dim=-1)
             h = h.to(self.dtype)
         flat, wanted = h.flatten(0, 1), targets.flatten()
-        chunks = zip(flat.split(count), wanted.split(count), strict=True)
+        chunks = zip(torch.split(flat, count), torch.split(wanted, count), strict=True)
         if len(wanted) <= count:
             made = [self._logits(*chunk) for chunk in chunks]
         else:  # backward computes the logits of one chunk again at a time
@@ -192,8 +193,7 @@ class HeadPiece(PieceModule):
         """[N, D] and int64 [N], to the log-sum-exp of the slice's logits and the targets' logits, 0 elsewhere: fp32
         [N]."""
         begin, end = self.piece.span()
-        weight = (self.model.embed_tokens if self.piece.spec.tie else self.lm_head).weight
-        logits = F.linear(h, weight).float()
+        logits = F.linear(h, self.only_matrix).float()
         own = (targets >= begin) & (targets < end)
         found = logits.gather(1, (targets - begin).clamp(0, end - begin - 1)[:, None])[:, 0]
         return logits.logsumexp(1), found * own

@@ -141,9 +141,7 @@ class SubModel:
         x = self._through(self.blocks[:-1], x, masks, targets)
         return self.blocks[-1].loss(x, targets, masks, scale)
 
-    def _through(
-        self, blocks: Sequence[StageModule], x: Tensor, masks: Masks | None, targets: Tensor | None
-    ) -> Tensor:
+    def _through(self, blocks: Sequence[StageModule], x: Tensor, masks: Masks | None, targets: Tensor | None) -> Tensor:
         for block in blocks:
             if isinstance(block, HeadPiece):
                 assert targets is not None  # at the last stage

@@ -158,7 +158,9 @@ def swap_memory(
     )
 
 
-def finer_cuts(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precision) -> list[tuple[Inside, float, float]]:
+def finer_cuts(
+    spec: Model, cut: Cut, stage: int, tokens: int, precision: Precision
+) -> list[tuple[Inside, float, float]]:
     """Cuts inside the blocks of ``stage``, from coarse to fine, each with the bytes on the device for one piece beside
     the next, and the bytes between all pieces of one microbatch. Layers are alike: few stand for all."""
     decoder = spec.placed(cut).decoder
@@ -171,7 +173,10 @@ def finer_cuts(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precis
         few = min(layers, ALIKE)
         sizes = [*([] if first else [1]), few, *([] if last else [1])]
         shorter = replace(decoder, layers=sum(sizes))
-        found, more = _refined(shorter, shorter.cut(len(sizes), sizes), 0 if first else 1, tokens, precision), layers - few
+        found, more = (
+            _refined(shorter, shorter.cut(len(sizes), sizes), 0 if first else 1, tokens, precision),
+            layers - few,
+        )
     return [(inside, needs, between + more * each) for inside, needs, between, each in found]
 
 
@@ -200,7 +205,9 @@ def _refined(
         for part in own:
             whole = "embedding" if part == 0 else "head" if part == decoder.layers + 1 else "layer"
             kinds += [piece.kind for piece in pieces_of(decoder, part, inside)] or [whole]
-        _, largest = max((2 * block.load_bytes + block.work_bytes, kind) for block, kind in zip(blocks, kinds, strict=True))
+        _, largest = max(
+            (2 * block.load_bytes + block.work_bytes, kind) for block, kind in zip(blocks, kinds, strict=True)
+        )
         if (finer := inside.finer(largest)) == inside or any(map(operator.gt, finer, most)):
             return found[1:]  # the first one has whole blocks
         inside = finer
