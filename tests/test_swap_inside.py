@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -30,8 +31,6 @@ from .small_stages import data, run, through
 from .test_swap import MEASURE, check_same_training, states, worst
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from muletrain.compute.estimate import SwapMemory
     from muletrain.compute.swap.swapped import SwappedCompute
     from muletrain.compute.torch_compute import TorchCompute
@@ -263,6 +262,9 @@ def test_gpt3_175b_passes_through_the_cards_of_atom(card: int, precision: Precis
     assert sum(lines.values()) <= offer.device, lines
     assert found.device_bytes + own.beside == pytest.approx(sum(lines.values()))
     assert sum(b.load_bytes for b in blocks) == size * spec.params, "no number is missing"
+    shown = " | ".join(f"{n / 2**30:.1f}" for n in (*lines.values(), sum(lines.values())))
+    row = f"| {card} GB, {precision.value} | {str(own.inside) or 'whole blocks'} | {shown} |"
+    assert row in (Path(__file__).parents[1] / "docs" / "swap.md").read_text("utf-8")
 
 
 def test_the_chain_of_pieces_follows_the_blocks() -> None:
