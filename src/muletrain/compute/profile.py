@@ -27,7 +27,7 @@ from muletrain.errors import CapacityError
 from muletrain.model.dropout import Masks
 from muletrain.model.make import make_block
 from muletrain.model.piece_modules import HeadPiece, piece_module
-from muletrain.model.pieces import WHOLE, pieces_of
+from muletrain.model.pieces import WHOLE, decoder_of, pieces_of
 from muletrain.model.stage import INIT_STD
 from muletrain.model.traced.chain import TracedModel
 from muletrain.units import format_memory, plural
@@ -299,7 +299,7 @@ def part_times(model: Model, at: Conditions, inside: Inside = WHOLE) -> dict[int
     of piece where blocks are cut ``inside``. One block or piece of each kind is measured (ATOM, sec. III-D), unless the
     cache has this model on this kind of device. Raises CapacityError if memory is too small."""
     groups: list[tuple[Sequence[int | Kind], int, Piece | None]] = []
-    decoder = model.compressed(None).decoder
+    decoder = decoder_of(model.compressed(None))
     for parts in alike(model):
         pieces = [] if decoder is None else [p for p in pieces_of(decoder, parts[0], inside) if p.opens]
         groups += [([piece.kind], parts[0], piece) for piece in pieces] or [(parts, parts[0], None)]

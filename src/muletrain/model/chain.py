@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from muletrain.config.model_sections import ModelConfig
-    from muletrain.model.spec import ModelSpec
 
 MAX_SEARCH = 1 << 24
 """Stages x layers^2: the search for the best cut takes some 32 bytes per unit."""
@@ -181,11 +180,6 @@ class Model(ABC):
         """The parameters that are not trained, with types ('float32', 'int64'). Runs hold all frozen parameters in
         fp32."""
         return {}
-
-    @property
-    def decoder(self) -> ModelSpec | None:
-        """The native decoder whose blocks can be cut inside (``pieces``); None: blocks are whole."""
-        return None
 
     @property
     def own_loss(self) -> bool:

@@ -54,7 +54,6 @@ class MeasuredModel(Model):
     tables_bytes = _of_inner("tables_bytes")
     tied = _of_inner("tied")
     compression = _of_inner("compression")
-    decoder = _of_inner("decoder")
 
     def compressed(self, compression: Compression | None) -> Self:
         found = copy.copy(self)

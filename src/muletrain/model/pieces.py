@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from muletrain.model.chain import LOSS_BYTES, LOSS_CHUNK
+from muletrain.model.measured import MeasuredModel
+from muletrain.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
 
 Kind = Literal["embedding", "attention", "feed-forward", "head"]
 MOST_PIECES = 32
@@ -171,6 +173,13 @@ class Piece:
             query = self.size * (spec.heads // spec.kv_heads)
             return tokens * (norm + sliced + mask + 2 * size * spec.head_width * (query + self.size))
         return tokens * (norm + sliced + mask + 4 * size * self.size)
+
+
+def decoder_of(model: Model) -> ModelSpec | None:
+    """The native decoder whose blocks can be cut inside; None: this model's blocks are whole. Layers that share weights
+    are one block, whose pieces would be needed more than once."""
+    inner = model.inner if isinstance(model, MeasuredModel) else model
+    return inner if isinstance(inner, ModelSpec) and not inner.share_layers else None
 
 
 def pieces_of(spec: ModelSpec, part: int, inside: Inside) -> list[Piece]:

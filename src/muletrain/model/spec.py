@@ -83,11 +83,6 @@ class ModelSpec(Model):
             raise ConfigError(f"not a model spec: {e}") from e
 
     @property
-    def decoder(self) -> ModelSpec | None:
-        """Layers that share weights are one block, whose parts would be needed more than once."""
-        return None if self.share_layers else self
-
-    @property
     def head_width(self) -> int:
         return self.width // self.heads
 

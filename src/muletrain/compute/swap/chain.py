@@ -17,7 +17,7 @@ from muletrain.compute.swap.backing import WINDOW
 from muletrain.errors import CapacityError
 from muletrain.model.make import make_block
 from muletrain.model.piece_modules import HeadPiece, piece_module
-from muletrain.model.pieces import WHOLE, pieces_of
+from muletrain.model.pieces import WHOLE, decoder_of, pieces_of
 from muletrain.optim.flat import FlatLayout
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def chain_of(spec: Model, cut: Cut, stage: int, inside: Inside = WHOLE) -> list[
             f"{tied[0]} is used by two blocks (tied weights), so stage {stage} cannot pass through a device that is smaller than it: take "
             f"model.untie=true, more memory, or more stages"
         )
-    if inside == WHOLE or (decoder := spec.placed(cut).decoder) is None:
+    if inside == WHOLE or (decoder := decoder_of(spec.placed(cut))) is None:
         return blocks
     found: list[StageModule] = []
     for index, block in zip(own, blocks, strict=True):

@@ -24,7 +24,7 @@ from muletrain.compute.swap.loading import device_window
 from muletrain.compute.swap.state import IN_PLACE
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
-from muletrain.model.pieces import WHOLE, most_pieces, pieces_of
+from muletrain.model.pieces import WHOLE, decoder_of, most_pieces, pieces_of
 from muletrain.planning.swapping import Layer, crossing_bytes, cut_into, held_bytes, hidden, places_bytes, staying
 from muletrain.strategies import strategy_of
 
@@ -100,7 +100,7 @@ def blocks_of(
         return block(params, flops, kept, range(first + 1, end + 1))
 
     runs, own = chain_cut(spec, cut, stage)
-    found, decoder = [], spec.decoder
+    found, decoder = [], decoder_of(spec)
     for index in own:
         if decoder is not None and (pieces := pieces_of(decoder, index, inside)):
             ends = {0: spec.embedding_flops, len(runs) - 1: spec.head_flops}
@@ -163,7 +163,7 @@ def finer_cuts(
 ) -> list[tuple[Inside, float, float]]:
     """Cuts inside the blocks of ``stage``, from coarse to fine, each with the bytes on the device for one piece beside
     the next, and the bytes between all pieces of one microbatch. Layers are alike: few stand for all."""
-    decoder = spec.placed(cut).decoder
+    decoder = decoder_of(spec.placed(cut))
     if decoder is None:
         return []
     first, last, layers = stage == 0, stage == len(cut) - 1, cut[stage][1] - cut[stage][0]
