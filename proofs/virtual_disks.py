@@ -15,7 +15,7 @@ from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.disk import Disk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from proofs.scenario import Scenario
@@ -88,12 +88,12 @@ class VirtualFolder(Folder):
         self._state = state
         self.disk = Disk(thread)
 
-    def _write(self, path: str, buffers: Sequence[memoryview]) -> None:
+    def _write(self, path: str, buffers: Iterable[memoryview]) -> None:
         """Write; on a full disk only half."""
         if self._state.full:
-            target = self._root / path
+            head, target = next(iter(buffers)), self._root / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.with_name(f".{target.name}.0").write_bytes(bytes(buffers[0])[: len(buffers[0]) // 2])
+            target.with_name(f".{target.name}.0").write_bytes(head[: len(head) // 2])
             raise OSError(errno.ENOSPC, "No space left on device")
         super()._write(path, buffers)
 

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 INDEX = {
     "swarm-table1": ("swarm_utilisation", "table_1", "how busy a GPU is by model and latency, at 500 Mb/s"),
     "swarm-table2": ("swarm_systems", "table_2", "SWARM, GPipe, 1F1B and ZeRO-Offload, with and without latency"),
+    "swarm-table3": (
+        "swarm_scaling",
+        "tables_3_and_4",
+        "throughput of T4, A100 and both, with and without shared layers",
+    ),
     "swarm-table5": (
         "swarm_rebalancing",
         "table_5",

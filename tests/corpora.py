@@ -10,6 +10,7 @@ import pytest
 
 from muletrain.config.model_sections import DataConfig
 from muletrain.data.corpus import Corpus
+from muletrain.data.files import TextColumn
 from muletrain.data.tokenizer import END_OF_TEXT
 from muletrain.data.tokens import TokenCache
 
@@ -40,7 +41,7 @@ def pydoc(tmp_path_factory: pytest.TempPathFactory) -> TokenCache:
 
 
 def texts(path: str, field: str = "text") -> list[str]:
-    return ["".join(document.pieces()) for document in Corpus(path, field).documents()]
+    return ["".join(document.pieces()) for document in Corpus(path, TextColumn(field)).documents()]
 
 
 def build(vocab: int = 300, **fields: Any) -> TokenCache:

@@ -8,19 +8,20 @@ import torch
 import torch.nn.functional as F
 
 from muletrain.model.dropout import Masks
-from muletrain.model.stage import Stage
 from muletrain.optim.schedule import learning_rate
 from tests.whole_model import build_full
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from muletrain.config.schema import OptimizerConfig
     from muletrain.data.microbatch import MicrobatchSource
     from muletrain.runs.assemble import RunFacts
 
 
-def _optimizer(model: Stage, config: OptimizerConfig) -> torch.optim.Optimizer:
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    norms = [p for p in model.parameters() if p.dim() < 2]
+def _optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() >= 2 and p.requires_grad]
+    norms = [p for p in model.parameters() if p.dim() < 2 and p.requires_grad]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}]
     kind = torch.optim.AdamW if config.name == "adamw" else Lamb
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps)
@@ -47,27 +48,34 @@ class Lamb(torch.optim.Optimizer):
                 p.copy_(before[p] - group["lr"] * length * direction)
 
 
-def train_plainly(facts: RunFacts, source: MicrobatchSource) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Weights by name, and the loss of each step [nats/token]. Under delayed updates the optimizer takes the gradient
-    of a step once that of the next one was computed."""
+def train_plainly(
+    facts: RunFacts, source: MicrobatchSource, model: nn.Module | None = None
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights by name, and the loss of each step [nats/token], the mean over all targets of the batch that count. Under
+    delayed updates the optimizer takes the gradient of a step once that of the next one was computed. ``model``: takes inputs and masks,
+    and returns logits; default: the native decoder with its first weights."""
     config, microbatches = facts.config, facts.config.microbatches
-    model = build_full(facts.spec, config.train.seed, facts.cut)
+    model = model or build_full(facts.spec, config.train.seed, facts.cut)
     optimizer = _optimizer(model, config.optimizer)
     losses: list[float] = []
     late: list[list[torch.Tensor]] = []
     for step in range(config.train.steps):
         model.zero_grad()
         total = 0.0
-        for index in range(microbatches):
-            inputs, targets = (torch.from_numpy(a) for a in source.microbatch(step, index))
-            logits = model(inputs, Masks(config.train.seed, step, index))
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-            (loss / microbatches).backward()
+        batch = [[torch.from_numpy(a) for a in source.microbatch(step, index)] for index in range(microbatches)]
+        batch = [(inputs, targets[:, : inputs.shape[1]]) for inputs, targets in batch]  # without the number that count
+        counted = sum(int((targets < facts.spec.vocab).sum()) for _, targets in batch)
+        for index, (inputs, targets) in enumerate(batch):
+            logits = model(inputs, Masks(config.train.seed, step, index)).flatten(0, 1)
+            loss = F.cross_entropy(logits, targets.flatten(), ignore_index=facts.spec.vocab, reduction="sum") / counted
+            loss.backward()
             total += float(loss.detach())
-        losses.append(total / microbatches)
+        losses.append(total)
         late.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         while late and (step + 1 == config.train.steps or len(late) > config.optimizer.delayed):
-            for parameter, gradient in zip(model.parameters(), late.pop(0), strict=True):
+            for parameter, gradient in zip(
+                (p for p in model.parameters() if p.requires_grad), late.pop(0), strict=True
+            ):
                 parameter.grad = gradient
             if config.optimizer.clip is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)

@@ -88,12 +88,12 @@ def test_a_machine_goes_by_block_where_the_whole_graph_does_not_fit() -> None:
     )
     facts = RunFacts.of(config)
     need = facts.needs()[0]
-    assert need.blockwise is not None
-    assert need.blockwise.activations < 0.5 * need.activations
-    enough, little, too_little = need.total, need.total - 1, need.blockwise.total - 1
+    assert need.smaller is not None
+    assert need.smaller.activations < 0.5 * need.activations
+    enough, little, too_little = need.total, need.total - 1, need.smaller.total - 1
     assert [need.resident(Offer(n)) for n in (enough, little, too_little)] == [True, True, False]
-    assert need.of_device(Offer(little)) == need.blockwise.total
-    assert need.need(Offer(too_little)) == need.blockwise.need()
+    assert need.of_device(Offer(little)) == need.smaller.total
+    assert need.need(Offer(too_little)) == need.smaller.need()
     for memory, how in ((enough, "auto"), (little, "block")):
         machine = Machine(torch.device("cpu"), Precision.FP32, Offer(memory))
         compute = build_compute(facts, 0, machine, None)
@@ -103,7 +103,7 @@ def test_a_machine_goes_by_block_where_the_whole_graph_does_not_fit() -> None:
         fixed = RunFacts.of(
             config.model_copy(update={"compute": config.compute.model_copy(update={"checkpointing": how})})
         )
-        assert fixed.needs()[0].blockwise is None
+        assert fixed.needs()[0].smaller is None
 
 
 def test_a_peer_that_computes_blocks_again_says_so() -> None:
@@ -125,5 +125,5 @@ def test_swarms_model_with_gpt2s_vocabulary_fits_a_t4(delayed: bool) -> None:
         need = stage_memory(
             model, cut, stage, tokens=2048, precision=Precision.FP16, delayed=delayed, checkpointing="auto"
         )
-        assert need.blockwise is not None
-        assert need.blockwise.on_device < (12.5 if delayed else 10) * 2**30
+        assert need.smaller is not None
+        assert need.smaller.on_device < (12.5 if delayed else 10) * 2**30

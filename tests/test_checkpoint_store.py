@@ -23,7 +23,7 @@ from muletrain.runs.checkpoint import Checkpoint, bring_home, bring_newest_home
 from muletrain.runtime.checkpoint.checkpointing import MAX_OPEN
 from muletrain.runtime.checkpoint.messages import PartReady
 from muletrain.runtime.checkpoint.store import Folder, Key, PartFacts, PartsGone, open_place
-from muletrain.wire.statefile import cut, state_buffers
+from muletrain.wire.statefile import StateBuffers, cut
 from tests.checkpoint_stages import FACTS, FILES, LINEAGE, Stages, names, play, state
 
 pytestmark = pytest.mark.timeout(360)
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(360)
 
 def test_a_state_is_a_safetensors_file_piece_by_piece() -> None:
     tensors = {"b": torch.randn(3, 5), "a": torch.randn(()), "z": torch.zeros(0, 4), "s": torch.ones(2).double()}
-    buffers = state_buffers(tensors)
+    buffers = StateBuffers(tensors)
     whole = b"".join(buffers)
     read = safetensors.torch.load(whole)
     assert read.keys() == tensors.keys()
@@ -53,7 +53,7 @@ class Unfrozen(Folder):
 def test_a_checkpoint_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Path) -> None:
     folder, store = Folder(tmp_path / "run", keep=2), open_place(f"memory://{tmp_path.name}", keep=2)
     key, about = Key(4, LINEAGE), FACTS.manifest("run") | {"data": "d"}
-    buffers = state_buffers(state(0))
+    buffers = StateBuffers(state(0))
     parts = {0: PartFacts.of(buffers)}
     for place in (folder, store):
         with pytest.raises(PartsGone) as gone:
@@ -64,7 +64,7 @@ def test_a_checkpoint_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Pat
         place.abandon(key)  # too late
         assert place.complete() == {key: parts}
     # somebody froze before its last step, and others were there first
-    folder.write_part(key, 0, buffers[:1])
+    folder.write_part(key, 0, list(buffers)[:1])
     Unfrozen(tmp_path / "run", keep=2).go_on(key)
     assert names(tmp_path / "run") == ["step-00000004"]
     Checkpoint.intact(tmp_path / "run" / "step-00000004")
@@ -74,7 +74,7 @@ def test_a_checkpoint_never_goes_before_the_next_is_in_place(tmp_path: Path, mon
     """Two collectors publish the same checkpoint, or two histories one of the same step: with ``keep = 1`` there was a
     moment, or all time after, without any."""
     root, about = tmp_path / "run", FACTS.manifest("run") | {"data": "d"}
-    buffers = state_buffers(state(0))
+    buffers = StateBuffers(state(0))
     parts = {0: PartFacts.of(buffers)}
     one, two = Folder(root, keep=1), Folder(root, keep=1)
     same, rival, later = Key(4, LINEAGE), Key(4, b"x" * 32), Key(8, LINEAGE)
@@ -150,14 +150,14 @@ def test_a_store_behind_a_url_holds_the_same_checkpoints(tmp_path: Path) -> None
     for step in (4, 8, 12):
         key, parts = Key(step, LINEAGE), {}
         for stage in (0, 1):
-            buffers = state_buffers(state(stage))
+            buffers = StateBuffers(state(stage))
             parts[stage] = PartFacts.of(buffers)
             place.write_part(key, stage, buffers)
             assert key not in place.complete()
         place.write_part(Key(step, b"x" * 32), 0, buffers)  # of another history
         where = place.publish(key, FACTS.manifest("run") | {"data": "d"}, parts, FILES)
     assert {k.step: p for k, p in place.complete().items()} == {8: ANY, 12: parts}
-    assert place.read_part(key, 1) == b"".join(state_buffers(safetensors.torch.load(place.read_part(key, 1))))
+    assert place.read_part(key, 1) == b"".join(StateBuffers(safetensors.torch.load(place.read_part(key, 1))))
     bring_home(where, tmp_path / "checkpoints" / "step-00000012")
     checkpoint = Checkpoint.open(tmp_path)
     assert [checkpoint.verify(p).name for p in checkpoint.manifest["parts"]] == [

@@ -26,7 +26,7 @@ from muletrain.runtime.checkpoint.store import Key, PartFacts
 from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.peer.ending import Ending
 from muletrain.runtime.peer.messages import Finished
-from muletrain.wire.statefile import state_buffers
+from muletrain.wire.statefile import StateBuffers
 from tests.checkpoint_stages import LINEAGE, Stages, names, play, state
 
 pytestmark = pytest.mark.timeout(360)
@@ -177,7 +177,7 @@ def test_a_part_that_changes_on_its_way_is_not_taken(tmp_path: Path, monkeypatch
         key = Key(4, LINEAGE)
         opened = liar.open(key)
         part = state(1)
-        facts = opened.parts[1] = PartFacts(sum(map(len, state_buffers(part))), bytes(32))
+        facts = opened.parts[1] = PartFacts(sum(map(len, StateBuffers(part))), bytes(32))
         opened.own = part, facts
         await stages.write(4, "coordinator")
         await liar.announce(opened, 1, facts)

@@ -15,6 +15,7 @@ from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.schema import Precision
 from muletrain.errors import CheckpointError
 from muletrain.model.stage import Stage, initial_weight
+from muletrain.wire.statefile import StateBuffers
 from tests.small_stages import (
     IDS,
     MB,
@@ -35,6 +36,8 @@ from tests.small_stages import (
 
 __all__ = ["fleet"]
 
+NAME = next(iter(Stage(SPEC, None, SPEC.cut(1)).shapes()))
+
 
 # Failures leave nothing behind --------------------------------------------------------------------------------------
 
@@ -45,6 +48,25 @@ def other_weights(name: str) -> torch.Tensor:
 
 
 # State --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_lent_state_is_the_same_file_without_a_copy(fleet: Fleet, precision: Precision, delayed: bool) -> None:
+    optimizer = OPTIMIZER.model_copy(update={"delayed": delayed})
+    (copying,), (lending,) = (
+        fleet(1, precision=precision, optimizer=optimizer, lends=lends) for lends in (False, True)
+    )
+
+    async def compared() -> None:
+        for compute in (copying, lending):
+            await through([compute], MB)
+            await compute.apply(await compute.gradient(0), Update(0, 1.0, skip=False))
+        copy, lent = await copying.state(), await lending.state()
+        assert lent["model/" + NAME].untyped_storage().data_ptr() == lending.arithmetic.masters.data_ptr()
+        assert b"".join(StateBuffers(copy)) == b"".join(StateBuffers(lent))
+
+    run(compared())
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])

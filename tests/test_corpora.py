@@ -19,7 +19,7 @@ import pytest
 
 from muletrain.config.model_sections import DataConfig
 from muletrain.data.corpus import Corpus, absolute
-from muletrain.data.files import LINE, reading
+from muletrain.data.files import LINE, TextColumn, reading
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import DataError
 
@@ -92,7 +92,7 @@ def test_files_may_have_commas_and_brackets_in_their_names(
 
 def test_half_surrogates_in_json_become_replacement_characters(folder: Path) -> None:
     (folder / "a.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": "\\ud834\\udd1e \ufffd"}\n')
-    documents = [*Corpus("a.jsonl", "text").documents()]
+    documents = [*Corpus("a.jsonl", TextColumn("text")).documents()]
     assert texts("a.jsonl") == ["a\ufffdb", "𝄞 \ufffd"]
     assert [document.replaced for document in documents] == [1, 0]
 
@@ -166,9 +166,9 @@ def write_bad_files() -> None:
         ("list.jsonl", r"data\.path: list\.jsonl:1: a JSON list"),
         ("broken.jsonl", r"data\.path: broken\.jsonl:3: not JSON: Expecting value at column \d+; give"),
         ("half.jsonl.gz", r"data\.path: cannot read half\.jsonl\.gz.*complete\?"),
-        ("chat.jsonl", r"chat\.jsonl:1: no 'text', but 'messages': conversations .*`tokenizer\.apply_chat_template`"),
-        ("chat.json", r"chat\.json:1: no 'text', but 'messages': conversations"),
-        ("pairs.csv", r"pairs\.csv:1: no 'text', but 'prompt': conversations"),
+        ("chat.jsonl", r"chat\.jsonl:1: no 'text', but 'messages', in a run on plain text"),
+        ("chat.json", r"chat\.json:1: no 'text', but 'messages', in a run on plain text"),
+        ("pairs.csv", r"pairs\.csv:1: no 'text', but 'prompt', in a run on plain text"),
         ("wrapped.json", r"wrapped\.json: neither a list .* `jq -c '\.data\[\]' wrapped\.json > rows\.jsonl`"),
         (
             "pretty.json",

@@ -75,7 +75,7 @@ def test_servers_without_room_for_a_stage_are_left_out(tmp_path: Path) -> None:
 
 def test_as_many_stages_as_reliable_machines_are_tried_where_no_machine_holds_an_even_part(tmp_path: Path) -> None:
     """Seven layers in even parts make 1, 2, 3, 4 or 7 stages: 4 are too few for these machines, 7 more than there are."""
-    small = ("server", 5, 2, 0.09, "true", 1000)
+    small = ("server", 5, 2, 0.1, "true", 1000)
     assert plan_hub.predict(asked(tmp_path, small, stages=4, layers=7), 0, 1e4).problem
     assert len(plan_hub.predict(asked(tmp_path, small, layers=7), 0, 1e4).stages) == 5
 

@@ -23,7 +23,7 @@ BESIDE = ("proofs", "reproduction", "tests", "benchmarks")
 
 # top to bottom; names of one row may import each other
 LAYERS: list[set[str]] = [
-    {"cli", "__main__"},
+    {"cli", "api", "__main__"},
     {"runs"},
     {"sim"},
     {"runtime"},

@@ -28,7 +28,7 @@ from muletrain.runs.measure.machine import Machine
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runtime.checkpoint.messages import largest_part
 from muletrain.runtime.core.disk import SPARE_BYTES, check_room
-from muletrain.wire.statefile import state_buffers
+from muletrain.wire.statefile import StateBuffers
 from tests.newcomers import GIB, NoTrial
 from tests.runners import TICKET, host_of
 from tests.targets import resident_bytes
@@ -215,7 +215,7 @@ def test_what_a_part_may_have_is_what_parts_have(*, delayed: bool) -> None:
     async def size() -> int:
         machine = Machine.probe("cpu", facts.config.compute.precision, 1.0)
         compute = build_compute(facts, 1, machine, None)
-        written = sum(map(len, state_buffers(await compute.state())))
+        written = sum(map(len, StateBuffers(await compute.state())))
         compute.close()
         return written
 

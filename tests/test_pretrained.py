@@ -122,7 +122,7 @@ def test_a_model_that_is_not_whole_or_not_finite_is_refused(folder: Path, tmp_pa
     with pytest.raises(MuletrainError, match="is not whole"):
         trained_in(copy)
     (copy / "adapter_config.json").write_text("{}")
-    with pytest.raises(MuletrainError, match="adapter of peft"):
+    with pytest.raises(MuletrainError, match="names no base_model_name_or_path"):
         trained_in(copy)
     with pytest.raises(MuletrainError, match="no such folder"):
         trained_in(tmp_path / "none")

@@ -31,7 +31,9 @@ def missed(found: Reproduction) -> list[str]:
     return [str(b) for b in found.bars if not b.met] + [s.stated for s in found.statements if not s.holds]
 
 
-@pytest.mark.parametrize("name", [*QUICK, pytest.param("swarm-fig6", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ("swarm-table3", "swarm-fig6"))]
+)
 def test_bars_are_met_and_statements_hold(name: str) -> None:
     found = reproduce(name)
     assert missed(found) == []

@@ -1,7 +1,7 @@
 """What does compression between stages cost in quality? See README.md. ``python run.py [--steps 240] [--seeds 3] [--jobs 2]``.
 
 Every training is written to training.json when it ends, and is left out the next time; ``--again`` begins anew.
-``--random``: instead, how far four stages come whose way back begins with a random matrix (random.json).
+``--random``: instead, how far learned layers come whose way back begins with a random matrix (random.json).
 """
 
 from __future__ import annotations
@@ -62,9 +62,12 @@ class Case:
     factor: int = 1
 
     @property
+    def learned(self) -> bool:
+        return self.way in ("bottleneck", "maxout")
+
+    @property
     def settings(self) -> list[str]:
-        learned = self.way in ("bottleneck", "maxout")
-        kind = [f"model.compression={self.way}", f"model.compression_factor={self.factor}"] if learned else []
+        kind = [f"model.compression={self.way}", f"model.compression_factor={self.factor}"] if self.learned else []
         return [*CONFIG, f"fleet.stages={self.stages}", f"fleet.peers={self.stages}", *kind]
 
     @property
@@ -145,8 +148,11 @@ def main() -> None:
     parser.add_argument("--random", action="store_true")
     given = parser.parse_args()
     if given.random:
-        rows = [trained(Case(kind, 4, 2), 0, given.steps, math.inf, random=True) for kind in ("bottleneck", "maxout")]
-        RANDOM.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+        rows = []
+        for case in track([c for c in CASES if c.learned], "training", console=Console(stderr=True)):
+            loss = trained(case, 0, given.steps, math.inf, random=True)["curve"][-1]
+            rows.append({**asdict(case), "perplexity": math.exp(loss)})
+            RANDOM.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
         return
     found: list[dict[str, Any]] = [] if given.again or not TRAINING.exists() else json.loads(TRAINING.read_text())
     found = [row for row in found if row["steps"] == given.steps]

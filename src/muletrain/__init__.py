@@ -3,7 +3,7 @@
 The package reads top-down; imports run downwards only (enforced by ``tests/test_imports.py``):
 
 =============================  =====================================================================
-``cli``                        the commands a person types
+``cli`` ``api``                the commands a person types; the same from Python
 ``runs``                       builds a run from a config: processes, tickets, progress, reports
 ``sim``                        the virtual world, fleets played, plans
 ``runtime``                    the step protocol: microbatches, agreement, checkpoints, recovery
@@ -17,3 +17,20 @@ The package reads top-down; imports run downwards only (enforced by ``tests/test
 """
 
 __version__ = "0.1.0"
+
+_API = ("Run", "doctor", "generate", "join", "load", "plan", "simulate", "start", "train")
+
+
+def __getattr__(name: str) -> object:
+    """The Python interface (``muletrain.api``) is imported when it is used: commands and peers do without."""
+    from importlib import import_module
+
+    if name in _API:
+        return getattr(import_module("muletrain.api"), name)
+    if name == "events":
+        return import_module("muletrain.events")
+    raise AttributeError(f"module 'muletrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_API]

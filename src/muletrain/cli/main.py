@@ -6,8 +6,10 @@ libraries are imported when a command runs, so that help and configuration answe
 
 import io
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Annotated
 
@@ -15,7 +17,7 @@ import typer
 
 from muletrain import __version__
 from muletrain.cli.commands.plan_command import plan
-from muletrain.cli.commands.prepare import config, doctor, profile, trace
+from muletrain.cli.commands.prepare import config, data, doctor, profile, trace
 from muletrain.cli.commands.simulate import calibrate, fleet
 from muletrain.cli.commands.steer import kick, status, stop, ticket
 from muletrain.cli.commands.train import join, run, start
@@ -29,7 +31,7 @@ from muletrain.units import printable
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {"run": run, "start": start, "join": join},
     "Watch and steer a run on several machines": {"status": status, "stop": stop, "kick": kick, "ticket": ticket},
-    "Prepare": {"config": config, "doctor": doctor, "plan": plan, "trace": trace, "profile": profile},
+    "Prepare": {"config": config, "data": data, "doctor": doctor, "plan": plan, "trace": trace, "profile": profile},
     "Use a trained model": {"eval": evaluate, "generate": generate, "export": export},
 }
 """Commands by the headings of the help."""
@@ -86,6 +88,8 @@ def main(program: typer.Typer = app) -> None:
     if sys.platform == "win32":
         sys.exit("muletrain runs on Linux and macOS; on Windows, install WSL2 (wsl --install) and run it there")
     os.environ.update(COMMON | os.environ)
+    if owner := os.environ.pop("MULETRAIN_OWNER", ""):  # see ``muletrain.api``
+        threading.Thread(target=_end_with, args=(int(owner),), name="owner", daemon=True).start()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the terminal lacks (LANG=C) is a '?', no traceback
@@ -96,6 +100,13 @@ def main(program: typer.Typer = app) -> None:
             sys.stdout.flush()
             os._exit(e.code)  # the interpreter would wait for that thread
         raise
+
+
+def _end_with(owner: int) -> None:
+    """End in order when the process ``owner``, our parent, is gone."""
+    while os.getppid() == owner:
+        time.sleep(LEAVE_S)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _hangs() -> bool:

@@ -60,6 +60,8 @@ class StageSetup:
     seed: int
     sequences: int
     """Largest B accepted."""
+    microbatches: int = 1
+    """Of a step."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     precision: Precision = Precision.FP32
     """A chosen precision, not 'auto' (``probe.choose_precision``)."""
@@ -70,6 +72,8 @@ class StageSetup:
     """Compute in the caller's thread (virtual event loops)."""
     updates: bool = True
     """The optimizer's moments are kept here. False: this machine only computes gradients."""
+    lends: bool = False
+    """``Compute.lends``."""
     compiled: bool = False
     """Blocks go through ``torch.compile`` (``compute.compiled``)."""
     masks: type[Masks] = Masks
@@ -172,16 +176,19 @@ class StageArithmetic:
         return found
 
     def loss_backward(
-        self, mb: Microbatch, inputs: Tensor, targets: Tensor, accumulate: bool
+        self, mb: Microbatch, inputs: Tensor, targets: Tensor, accumulate: bool, weight: float | None = None
     ) -> tuple[float, Gradients, Tensor | None]:
         """Compute and differentiate ``mb``. Returns the mean loss [nats/token] (of a part: the share of the
-        microbatch's), and the gradients of ``differentiate``."""
+        microbatch's), and the gradients of ``differentiate``. ``weight``: see ``checks.weighed``; with it, targets of
+        ``vocab`` do not count."""
         if targets.device.type == "cpu":  # others were checked on their way: here that would wait for the device
-            checks.check_sample_values("targets", targets, self.spec.vocab + mb.heldout)
+            checks.check_sample_values("targets", targets, self.spec.vocab + (mb.heldout or weight is not None))
         leaf, targets = self._leaf(inputs), targets.to(self.setup.device)
         with self._timed("forward_s"), torch.set_grad_enabled(not mb.heldout):
             loss = self.module(mb.step).loss(leaf, targets, self._masks(mb), self.scale.of(mb.step))
-            if mb.whole:
+            if weight is not None and not mb.heldout:
+                loss = loss * weight
+            elif mb.whole:
                 loss = loss * mb.share(inputs.shape[0])
             self.counters.recomputed += self.module(mb.step).by_block
         if mb.heldout:
@@ -296,14 +303,17 @@ class StageArithmetic:
             self._copy_exact(weights)
 
     def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU: 'model/NAME', and of trained parameters 'moment1/NAME', 'moment2/NAME', fp32, and the loss scale.
-        With two versions also 'delayed/NAME', the older weights, and 'step' [1], the step that uses the older
-        weights."""
+        """Copies on the CPU (``StageSetup.lends``: the buffers themselves): 'model/NAME', and of trained parameters
+        'moment1/NAME', 'moment2/NAME', fp32, and the loss scale. With two versions also 'delayed/NAME', the older
+        weights, and 'step' [1], the step that uses the older weights."""
         with self._locked():
+            buffers = self._buffers()
+            if not self.setup.lends:
+                buffers = {kind: flat.to("cpu", torch.float32, copy=True) for kind, flat in buffers.items()}
             state = {
                 f"{kind}/{name}": view
-                for kind, flat in self._buffers().items()
-                for name, view in state_views(self.layout, kind, flat.to("cpu", torch.float32, copy=True)).items()
+                for kind, flat in buffers.items()
+                for name, view in state_views(self.layout, kind, flat).items()
             }
             if len(self._working) > 1:
                 state["step"] = torch.tensor([self.next], dtype=torch.float64)

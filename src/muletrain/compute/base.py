@@ -113,7 +113,8 @@ class Compute(Protocol):
     by_block: bool
     """Backward computes one block again at a time (``compute.checkpointing``)."""
     lends: bool
-    """``state`` is no copy, since memory is too small: valid until the next ``apply`` or load."""
+    """``state`` is no copy, since memory is too small, and may be on the device, in 16 bits: valid until the next
+    ``apply`` or load."""
     jobs: Jobs
     """The operations that run now, and how long each usually takes."""
 

@@ -33,6 +33,34 @@ def check_targets(targets: Tensor, inputs: Tensor, spec: Model, sequences: int) 
         raise ProtocolError(f"targets: {tuple(targets.shape)} for inputs {tuple(inputs.shape)}")
 
 
+def check_target_values(targets: Tensor, declared: TensorType, vocab: int, *, heldout: bool) -> None:
+    """Targets must be below ``vocab``, or ``vocab`` where they do not count, in held-out microbatches and where
+    ``declared`` says so."""
+    if declared.column:
+        check_sample_values("targets", targets[:, :-1], vocab + 1)
+    else:
+        check_sample_values("targets", targets, vocab + heldout)
+
+
+def weighed(
+    targets: Tensor, declared: TensorType, tokens: int, vocab: int, microbatches: int
+) -> tuple[Tensor, float | None]:
+    """Targets [B, T], and by what the mean loss of those that count is multiplied, so that the mean over all
+    ``microbatches`` of the batch (or the sum over parts) is that over all targets that count in the batch; None: all
+    count.
+
+    ``targets``: int64 [B, T] for T ``tokens``, or [B, T + 1] where some are ``vocab`` and do not count, and the last column
+    holds how many do in the batch; all count of targets that are not ``declared`` as tokens. Raises ProtocolError for a
+    column that cannot be."""
+    if declared.shape is not None or targets.dim() != 2 or targets.shape[1] != tokens + 1:
+        return targets, None
+    targets, column = targets[:, :-1].contiguous(), targets[:, -1]
+    here, (least, most) = int((targets != vocab).sum()), (int(bound) for bound in torch.aminmax(column))
+    if least != most or not max(1, here) <= most:
+        raise ProtocolError(f"targets: {here} count here, and {least} to {most} in the batch")
+    return targets, here * microbatches / most
+
+
 def check_activation_shape(x: Tensor, spec: Model, sequences: int) -> None:
     """Activations must be fp32 [B, T, D] with 1 <= B <= ``sequences`` and 1 <= T <= context."""
     shape = tuple(x.shape)

@@ -5,6 +5,7 @@ which machine can serve the stage at all.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.config.schema import Precision
@@ -12,6 +13,8 @@ from muletrain.model.pieces import WHOLE
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from muletrain.config.schema import Checkpointing
     from muletrain.model.chain import Model
     from muletrain.model.pieces import Inside
@@ -27,10 +30,52 @@ def stash_bytes(spec: Model, cut: Cut, stage: int, tokens: int, precision: Preci
     return int(spec.stage_kept_bytes(cut, stage, tokens, size))
 
 
+def backward_bytes(
+    spec: Model, cut: Cut, stage: int, tokens: int, precision: Precision, *, by_block: bool = False
+) -> int:
+    """Peak of the graph and the gradients of one microbatch [bytes]. Backward frees a part's graph once the part's
+    gradients exist: most gradients come when most graphs have gone. The head has a second gradient between two chunks of
+    the loss, and a parameter that several parts use until both are added."""
+    size, (first, end), closes = 4 if precision is Precision.FP32 else 2, cut[stage], stage == len(cut) - 1
+    passed, entry = tokens * size * spec.width, tokens * spec.entry_kept_bytes(cut, stage, size)
+    tied = [(spec.tied[name].size, users) for name, users in spec.users(cut).items() if users[-1] == stage]
+    twice = sum(numbers for numbers, users in tied if users[0] == users[-1])
+    begins = spec.embedding_params * (stage == 0) + spec.compression_params(cut, stage)
+    parts = [
+        (entry, entry, max(0, begins - twice), twice)
+    ]  # graph, what is left between passes, gradients: first, second
+    for layer in range(first, end):
+        graph, params, again = tokens * spec.kept_bytes(layer, size), spec.params_of(layer), 0
+        if spec.share_layers and layer < end - 1:
+            params, again = 0, spec.largest_tensor  # tensor by tensor
+        parts.append((graph, passed if by_block else graph, params, again))
+    kept, trained = passed * by_block + sum(left for _, left, _, _ in parts), spec.trained_params(cut, stage)
+    made = spec.head_params + sum(numbers for numbers, _ in tied) if closes else 0
+    peak = kept + size * made
+    if closes:
+        peak += spec.head_bytes(tokens, size) + size * made * (tokens > spec.loss_tokens)
+    for graph, left, params, again in reversed(parts):
+        kept -= left
+        made += params
+        peak = max(peak, kept + (1 + PASSING) * graph + size * (min(made, trained) + again))
+    return int(peak)
+
+
+PASSING = 0.25
+"""Gradients of a block's activations at once in backward, in sizes of the block's graph: of a gated feed-forward, two of
+the widest tensors more than were freed."""
 STASH_SHARE = 0.25
 """Share of the free memory for graphs kept between forward and backward."""
 COPIES = 2
 """Copies of weights and moments made for a checkpoint or a newcomer while training goes on: tensors, and bytes."""
+LAMB_TENSORS = 3
+"""Temporaries, in sizes of the largest tensor, of a LAMB update in memory (measured: 2.98)."""
+
+
+def largest_tensor(spec: Model, cut: Cut, stage: int) -> int:
+    """Numbers of the largest parameter tensor of ``stage``."""
+    head = spec.head_params + spec.copied_params(cut, stage)
+    return max(spec.embedding_params * (stage == 0), head * (stage == len(cut) - 1), spec.largest_tensor)
 
 
 TIED_PARTS = 5
@@ -173,9 +218,11 @@ class StageMemory:
     """The accumulator (two under delayed updates), one microbatch's gradient, the reduced gradient, and the last
     step's, kept for peers that lack that one; and ``tied_bytes``."""
     activations: int
-    """The graphs that must exist at once; more are stashed only if memory allows."""
+    """The graphs that must exist at once, as far as they do not make room for the gradient; more are stashed only if
+    memory allows. Or LAMB's temporaries, if larger."""
     copies: int
-    """See ``COPIES``."""
+    """See ``COPIES``; of a peer alone, one copy for a checkpoint, or none: then the checkpoint is written from the
+    state itself, piece by piece, and training waits."""
     on_device: int
     """Memory needed on an accelerator."""
     on_host: int
@@ -184,12 +231,17 @@ class StageMemory:
     """The part that delayed updates need."""
     swapped: SwapMemory | None = None
     """The needs of a swapped stage (``compute.swap``); None: swapping is impossible."""
-    blockwise: StageMemory | None = None
-    """The needs if backward computes one block again at a time; None: not a choice of this machine."""
+    graph: int = 0
+    """What is kept of a microbatch between forward and backward."""
+    by_block: bool = False
+    """Backward computes one block again at a time."""
+    smaller: StageMemory | None = None
+    """The next way of serving the stage, slower and with smaller needs: without copies, then also ``by_block``; None:
+    this machine has no such choice."""
 
     def on(self, offer: Offer) -> StageMemory:
-        """The needs on a machine with this offer: blockwise if whole graphs do not fit."""
-        return self.blockwise if self.blockwise is not None and not self._fits_whole(offer) else self
+        """The needs on a machine with this offer: the first way that fits, else the last."""
+        return self if self.smaller is None or self._fits_whole(offer) else self.smaller.on(offer)
 
     def _fits_whole(self, offer: Offer) -> bool:
         need = self.total if offer.host is None else self.on_device
@@ -246,27 +298,35 @@ PARTS = 3
 
 
 def _with_graphs(
-    need: StageMemory,
+    needs: Sequence[StageMemory],
     stage: tuple[Model, Cut, int],
     tokens: int,
     precision: Precision,
     checkpointing: Checkpointing,
     graphs: int = 1,
+    update: int = 0,
 ) -> StageMemory:
-    """``need``, which has no activations yet, with these. Under 'auto', each machine chooses."""
-    spec, cut, number = stage
+    """The ways of serving the stage: ``needs``, which have no activations yet, with these. Under 'auto', each machine
+    chooses. ``update``: temporaries of an update, when the microbatch has gone [bytes]."""
+    gradient = (4 if precision is Precision.FP32 else 2) * stage[0].trained_params(*stage[1:])
 
-    def holding(activations: int) -> StageMemory:
-        return replace(need, activations=activations, on_device=need.on_device + activations)
+    def holding(need: StageMemory, *, by_block: bool) -> StageMemory:
+        graph = stash_bytes(*stage, tokens, precision, by_block=by_block)
+        passing = backward_bytes(*stage, tokens, precision, by_block=by_block)
+        on_cpu = passing  # which makes gradients of 16 bits in fp32, and adds them in fp32, tensor by tensor
+        if precision is not Precision.FP32:
+            on_cpu = max(passing + 4 * stage[0].largest_tensor, gradient + 4 * largest_tensor(*stage))
+        waiting = 0 if by_block else (graphs - 1) * graph
+        activations, on_device = (waiting + max(update, n) - gradient for n in (on_cpu, passing))
+        return replace(
+            need, activations=activations, graph=graph, on_device=need.on_device + on_device, by_block=by_block
+        )
 
-    size = 4 if precision is Precision.FP32 else 2
-    whole = holding(graphs * stash_bytes(*stage, tokens, precision))
-    largest = int(spec.largest_kept_bytes(cut, number, tokens, size))
-    blockwise = holding(stash_bytes(*stage, tokens, precision, by_block=True) + largest)
-    if checkpointing == "block":
-        return blockwise
-    smaller = checkpointing == "auto" and blockwise.activations < whole.activations
-    return replace(whole, blockwise=blockwise if smaller else None)
+    ways = [holding(need, by_block=checkpointing == "block") for need in needs]
+    blockwise = holding(needs[-1], by_block=True)
+    if checkpointing == "auto" and blockwise.activations < ways[-1].activations:
+        ways.append(blockwise)
+    return reduce(lambda smaller, way: replace(way, smaller=smaller), reversed(ways))
 
 
 def client_memory(
@@ -297,7 +357,7 @@ def client_memory(
         on_host=coming + going + accumulators + (PARTS - 1) * gradient,
         delayed=older + second,
     )
-    return _with_graphs(need, (spec, cut, stage), tokens, precision, checkpointing)
+    return _with_graphs([need], (spec, cut, stage), tokens, precision, checkpointing)
 
 
 def stage_memory(
@@ -311,36 +371,46 @@ def stage_memory(
     graphs: int = 1,
     delayed: bool = False,
     checkpointing: Checkpointing = "always",
+    lamb: bool = False,
+    alone: bool = False,
 ) -> StageMemory:
     """Memory of ``stage`` with microbatches of ``tokens`` (B * T) tokens, of which ``graphs`` are kept at once.
 
     ``state_on_cpu``: masters and moments stay in the machine's memory, an accelerator has a working copy. ``delayed``:
     two steps are under way at once, each with an accumulator and weights; copies of the state have both weights.
+    ``lamb``: the optimizer needs temporaries. ``alone``: the run has one peer, and none can join. So the mean is made in
+    the accumulator, no gradient is kept for others, and a copy of the state is made only if there is room.
     """
     params, trained = spec.stage_params(cut, stage), spec.trained_params(cut, stage)
     size = 4 if precision is Precision.FP32 else 2
     older = params * size if delayed else 0
     copy = older + (0 if precision is Precision.FP32 else params * size)
-    masters, moments, reduced, kept = 4 * params, 8 * trained, 4 * trained, 4 * trained
+    masters, moments = 4 * params, 8 * trained
+    reduced = kept = 0 if alone else 4 * trained
     accumulator, second, gradients = 4 * trained, 4 * trained * delayed, size * trained
     tied = tied_bytes(spec, cut, stage)
-    older_copies = COPIES * 4 * params * delayed
-    copies = COPIES * (masters + moments) + older_copies
     computing = accumulator + second + gradients
-    if state_on_cpu:
-        on_device = params * size + older + computing
-        on_host = masters + moments + 2 * reduced + kept + copies + tied  # as received, and scaled
-    else:
-        on_device = masters + copy + moments + computing
-        on_host = accumulator + reduced + kept + copies + tied
-    need = StageMemory(
-        weights=masters + copy,
-        moments=moments,
-        gradient=accumulator + second + gradients + reduced + kept + tied,
-        activations=0,
-        copies=copies,
-        on_device=on_device,
-        on_host=on_host,
-        delayed=older + second + older_copies,
-    )
-    return _with_graphs(need, (spec, cut, stage), tokens, precision, checkpointing, graphs)
+
+    def with_copies(count: int) -> StageMemory:
+        older_copies = count * 4 * params * delayed
+        copies = count * (masters + moments) + older_copies
+        if state_on_cpu:
+            on_device = params * size + older + computing
+            on_host = masters + moments + 2 * accumulator + kept + copies + tied  # the mean, and scaled
+        else:
+            on_device = masters + copy + moments + computing
+            on_host = accumulator + reduced + kept + copies + tied
+        return StageMemory(
+            weights=masters + copy,
+            moments=moments,
+            gradient=computing + reduced + kept + tied,
+            activations=0,
+            copies=copies,
+            on_device=on_device,
+            on_host=on_host,
+            delayed=older + second + older_copies,
+        )
+
+    needs = [with_copies(count) for count in ((1, 0) if alone else (COPIES,))]
+    update = 4 * LAMB_TENSORS * largest_tensor(spec, cut, stage) * lamb
+    return _with_graphs(needs, (spec, cut, stage), tokens, precision, checkpointing, graphs, update)

@@ -53,7 +53,7 @@ class TorchCompute(ThreadedCompute):
         self, spec: Model, cut: Cut, stage: int, setup: StageSetup, source: Callable[[str], Tensor] | None = None
     ) -> None:
         self.stage, self.stages = stage, len(cut)
-        self.delayed, self.lends = setup.optimizer.delayed, False
+        self.delayed, self.lends = setup.optimizer.delayed, setup.lends
         versions = [self._empty(spec, cut) for _ in range(2 if self.delayed else 1)]
         self.arithmetic = StageArithmetic(stage, versions, setup, source)
         self.layout = layout = self.arithmetic.layout
@@ -62,7 +62,7 @@ class TorchCompute(ThreadedCompute):
         self.jobs = self.threads.jobs
         self.by_block = setup.checkpointing == "block"
         token_bytes = stash_bytes(spec, cut, stage, 1, setup.precision, by_block=self.by_block)
-        self._spec, self._sequences = spec, setup.sequences
+        self._spec, self._sequences, self._microbatches = spec, setup.sequences, setup.microbatches
         self._stash = Stash(setup.checkpointing, setup.stash_budget, token_bytes)
         self._slot, self._staging = Slot(), staging_for(setup.device)
         self._arrivals = arrivals_for(setup.device, self.threads.arrivals)
@@ -126,11 +126,13 @@ class TorchCompute(ThreadedCompute):
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
         self._check_shape(inputs)
+        declared, vocab = self._spec.targets, self._spec.vocab
+        targets, weight = checks.weighed(targets, declared, inputs.shape[1], vocab, self._microbatches)
         checks.check_targets(targets, inputs, self._spec, self._sequences)
-        vocab = self._spec.vocab + mb.heldout
+        vocab += mb.heldout or weight is not None
         both = (inputs, self._check_inputs), (targets, lambda t: checks.check_sample_values("targets", t, vocab))
         async with self._bringing(*both) as there, self._slot(turn):
-            work = self._compute(taken(self.arithmetic.loss_backward), mb, *there, accumulate)
+            work = self._compute(taken(self.arithmetic.loss_backward), mb, *there, accumulate, weight)
             loss, gradients, inputs_gradient = await work
             self._commit(mb, gradients, accumulate)
         return loss, None if inputs_gradient is None else Result(inputs_gradient, self._to_host)

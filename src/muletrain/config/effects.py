@@ -55,9 +55,28 @@ IDLE = (
         "with fleet.stages = 1, since nothing goes from stage to stage",
         "take more stages",
     ),
+    Idle(
+        "adapter.alpha adapter.dropout adapter.targets adapter.rslora",
+        lambda c: c.adapter.rank is None and c.adapter.from_ is None,
+        "without adapter.rank",
+        "set that",
+    ),
+    Idle(
+        "train.steps",
+        lambda c: c.train.epochs is not None,
+        "with train.epochs, which gives the steps",
+        "leave out that",
+    ),
+    Idle(
+        "data.chat_template data.loss_on data.pack",
+        lambda c: c.data.format == "text",
+        "with data.format = 'text', in which every token counts",
+        "change that",
+    ),
     Idle("data.on_error", lambda c: c.data.factory is None, "without data.factory", "set that"),
     Idle(
-        "data.path data.validation data.field data.tokenizer data.special_tokens data.end_token data.heldout data.deduplicate data.share",
+        "data.path data.format data.validation data.field data.tokenizer data.special_tokens data.end_token data.heldout "
+        "data.deduplicate data.share",
         lambda c: c.data.factory is not None,
         "with data.factory, which gives samples instead of text",
         "leave out data.factory",

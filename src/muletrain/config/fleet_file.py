@@ -110,6 +110,11 @@ class Fleet(Section):
         """Every machine, ``count`` times, in the order of the file; 'desk', or 'desk-0' and 'desk-1' if there are two."""
         return self._expanded
 
+    @property
+    def alone(self) -> bool:
+        """One machine: nobody else takes part in its run."""
+        return len(self.peers()) == 1
+
     def number(self, name: str) -> int:
         """Index into ``peers()`` of the machine ``name``. For 'peer-7', if no machine has that name, 7 modulo the
         number of machines."""

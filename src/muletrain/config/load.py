@@ -15,7 +15,7 @@ from muletrain.config.dump import describe, dump_toml
 from muletrain.config.effects import check_effects
 from muletrain.config.locate import KeyPath, Origins, key_lines
 from muletrain.config.problems import dotted, explain, field_at, keys_of, located, submodel
-from muletrain.config.schema import FINE_TUNING_LR, RunConfig
+from muletrain.config.schema import ADAPTER_LR, FINE_TUNING_LR, RunConfig
 from muletrain.config.trusted import trust
 from muletrain.errors import ConfigError
 
@@ -115,8 +115,10 @@ def _fine_tune(raw: dict[str, Any]) -> None:
     """A model that was trained before is trained further by small steps, unless the user says otherwise."""
     model, optimizer = raw.get("model"), raw.setdefault("optimizer", {})
     begins = isinstance(model, dict) and model.get("from") not in (None, "none")
+    adapter = raw.get("adapter", {})
+    adapts = isinstance(adapter, dict) and any(adapter.get(name) not in (None, "none") for name in ("rank", "from"))
     if begins and isinstance(optimizer, dict) and optimizer.get("name", "adamw") == "adamw":
-        optimizer.setdefault("lr", FINE_TUNING_LR)
+        optimizer.setdefault("lr", ADAPTER_LR if adapts else FINE_TUNING_LR)
 
 
 def digest(config: RunConfig) -> str:

@@ -159,8 +159,40 @@ class ModelConfig(Section):
         return {name: value for name, value in fields.items() if name in names}
 
 
+class AdapterConfig(Section):
+    """A low-rank adapter (LoRA, Hu et al. 2021), which is trained instead of the model of ``model.from``."""
+
+    rank: PositiveInt | None = Field(
+        default=None,
+        description="rank of an adapter of peft in each target; default: none, and all weights are trained [1]",
+        examples=[16],
+    )
+    alpha: float | None = Field(
+        default=None,
+        gt=0,
+        description="the adapter's output is multiplied by alpha / rank; default: 2 rank [1]",
+        examples=[32.0],
+    )
+    dropout: Fraction = Field(default=0.0, description="share of the adapter's inputs that are dropped [1]")
+    targets: str | tuple[str, ...] = Field(
+        default="all-linear",
+        description="layers with an adapter: 'all-linear' (all but the output matrix), ends of names, or one regular expression",
+        examples=[["q_proj", "v_proj"]],
+    )
+    rslora: bool = Field(default=False, description="multiply by alpha / sqrt(rank) instead (rsLoRA) [1]")
+    from_: str | None = Field(
+        default=None,
+        alias="from",
+        description="folder of an adapter of peft to train further, which gives the fields above but dropout",
+        examples=["my-adapter"],
+    )
+
+
+Format = Literal["auto", "text", "messages", "pairs"]
+
+
 class DataConfig(Section):
-    """The training text, or samples of another kind."""
+    """The training text or conversations, or samples of another kind."""
 
     path: str = Field(
         default="pydoc",
@@ -178,6 +210,26 @@ class DataConfig(Section):
         description="'package.module:function' that returns samples for model.factory, instead of text: (train, heldout), two "
         "sequences of (input, target)",
         examples=["mypackage.data:build"],
+    )
+    format: Format = Field(
+        default="auto",
+        description="a row of path: text = the column field; messages = a conversation (columns 'messages', or ShareGPT's "
+        "'conversations'); pairs = 'prompt' and 'completion', or 'instruction', 'input' and 'output'; auto = by the columns",
+    )
+    chat_template: str | None = Field(
+        default=None,
+        description="how conversations are written: a file of Jinja text, the text itself, a model whose template is taken, or "
+        "'chatml'; default: the tokenizer's own",
+        examples=["chatml"],
+    )
+    loss_on: Literal["assistant", "last", "all"] = Field(
+        default="assistant",
+        description="tokens of a conversation that are learned: assistant = all that it says, last = its last turn, all = every token",
+    )
+    pack: bool = Field(
+        default=True,
+        description="put several conversations into one sequence, where each then sees those before it; false: each has a sequence "
+        "of its own, and the rest of that is padding",
     )
     field: str = Field(default="text", description="column of rows (.jsonl, .json, .csv, .tsv, .parquet, Hugging Face)")
     tokenizer: str = Field(
@@ -216,6 +268,11 @@ class DataConfig(Section):
         description="let members fetch the tokens of the training text: a few peers without the data keep them, so the run survives the "
         "loss of its only data owner. Everyone who has the ticket can then read the text",
     )
+
+    @property
+    def counts(self) -> bool:
+        """Do only some of the tokens count towards the loss?"""
+        return self.format in ("messages", "pairs")
 
 
 # See ``schema`` for the errors of checks.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from muletrain.config.model_sections import DataConfig, ModelConfig, check_factories, check_shape
+from muletrain.config.model_sections import AdapterConfig, DataConfig, ModelConfig, check_factories, check_shape
 from muletrain.config.peer_sections import (
     FleetConfig,
     HubConfig,
@@ -60,6 +60,13 @@ class TrainConfig(Section):
     """The length of the run, and the size of a step (one optimizer update)."""
 
     steps: PositiveInt = Field(default=300, description="length of the run [optimizer steps]")
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="instead, passes over the data; the last step is a whole one [1]",
+        examples=[2.0],
+    )
     batch: PositiveInt = Field(default=16, description="size of one step, over the whole fleet [sequences]")
     microbatch: PositiveInt = Field(default=4, description="unit of work of a peer, must divide batch [sequences]")
     seed: int = Field(default=0, ge=0, lt=2**32, description="seed of weights, data order and dropout [1]")
@@ -104,9 +111,9 @@ def _by_rule(adamw: T, lamb: T) -> Callable[[dict[str, Any]], T]:
     return lambda fields: lamb if fields.get("name") == "lamb" else adamw
 
 
-FINE_TUNING_LR = 2e-5
-"""Peak learning rate of AdamW with ``model.from``: the usual rate for further training of all weights of a language
-model."""
+FINE_TUNING_LR, ADAPTER_LR = 2e-5, 2e-4
+"""Peak learning rates of AdamW with ``model.from``: the usual rates for further training of all weights of a language
+model, and of an adapter."""
 
 
 class OptimizerConfig(Section):
@@ -117,7 +124,7 @@ class OptimizerConfig(Section):
     lr: float = Field(
         default_factory=_by_rule(3e-3, 1e-3),
         gt=0,
-        description="peak learning rate; default: 0.003, lamb 0.001, with model.from 2e-05 [1]",
+        description="peak learning rate; default: 0.003, lamb 0.001, with model.from 2e-05, with an adapter 2e-04 [1]",
     )
     betas: tuple[Fraction, Fraction] = Field(
         default=(0.9, 0.95), description="decay of the first and the second moment per step [1]"
@@ -209,6 +216,7 @@ class RunConfig(Section):
     """The whole configuration of a run. Its digest is part of the run's identity."""
 
     model: ModelConfig = ModelConfig()
+    adapter: AdapterConfig = AdapterConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from muletrain.data.files import Document, once, open_file, reading, row_document
+from muletrain.data.files import Columns, Document, FileSource, once, open_file, reading
 from muletrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -42,14 +42,15 @@ class Source(Protocol):
 
 
 class Corpus:
-    """The documents of ``path`` (written like ``data.path``), in order; ``field``: the column of rows.
+    """The documents of ``path`` (written like ``data.path``), in order; ``columns``: what a row holds.
 
     Raises DataError when nothing matches, or (while reading) when something cannot be read as text.
     """
 
-    def __init__(self, path: str, field: str) -> None:
+    def __init__(self, path: str, columns: Columns) -> None:
         self.path = path
-        self.sources = _resolve(path, field)
+        self.columns = columns
+        self.sources = _resolve(path, columns)
         self._before = self._size = self._inside = 0
         self._total = sum(source.size for source in self.sources)
 
@@ -59,6 +60,14 @@ class Corpus:
         for source in self.sources:
             whole.update(f"{type(source).__name__}:{source.fingerprint()}\n".encode())
         return whole.hexdigest()
+
+    def first_row(self) -> dict[str, Any]:
+        """The first row of a table or data set; {}: there is none. Raises DataError."""
+        for source in self.sources:
+            if isinstance(source, FileSource | HubDataset):
+                for _, row in source.rows():
+                    return row
+        return {}
 
     def documents(self) -> Iterator[Document]:
         """One pass over all documents."""
@@ -101,9 +110,9 @@ class HubDataset:
 
     size = 0
 
-    def __init__(self, name: str, field: str) -> None:
+    def __init__(self, name: str, columns: Columns) -> None:
         self.name = name
-        self.field = field
+        self.columns = columns
 
     def fingerprint(self) -> str:
         folder = Path(re.split("[#:@]", self.name, maxsplit=1)[0])
@@ -115,8 +124,13 @@ class HubDataset:
         return "\n".join(known)
 
     def documents(self) -> Iterator[Document]:
+        for place, row in self.rows():
+            yield self.columns.document(row, place)
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Place and columns of each row. Raises DataError."""
         for number, row in enumerate(self._rows()):
-            yield row_document(row, self.field, f"{HUB}{self.name}: row {number}")
+            yield f"{HUB}{self.name}: row {number}", row
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         try:
@@ -178,18 +192,18 @@ def _plain(item: str) -> str:
     return os.path.expanduser(item.strip().replace("\\,", ","))
 
 
-def _resolve(path: str, field: str) -> list[Source]:
+def _resolve(path: str, columns: Columns) -> list[Source]:
     sources: list[Source] = []
     taken: set[Path] = set()
     for item in _items(path):
         if item == PYDOC:
             sources.append(PydocSource())
         elif item.startswith(HUB):
-            sources.append(HubDataset(item.removeprefix(HUB), field))
+            sources.append(HubDataset(item.removeprefix(HUB), columns))
         else:
             new = [path for path in _files(item) if path.resolve() not in taken]
             taken.update(path.resolve() for path in new)
-            sources.extend(open_file(path, field) for path in new)
+            sources.extend(open_file(path, columns) for path in new)
     if not sources:
         raise DataError("data.path: empty; give files or globs, 'hf:NAME', or 'pydoc'")
     return sources

@@ -11,14 +11,15 @@ import gzip
 import hashlib
 import json
 import zlib
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from muletrain.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _FORMATS = (
     ({".pdf"}, b"%PDF", "a PDF: convert it, e.g. with `pdftotext`"),
@@ -142,12 +143,61 @@ class Document(NamedTuple):
     row: bool = False
 
 
+class Columns(Protocol):
+    """What the rows of a table or data set hold."""
+
+    @property
+    def whole(self) -> bool:
+        """Is a document never cut?"""
+        ...
+
+    def chosen(self, names: Sequence[str], place: str) -> list[str]:
+        """The columns to read of these. Raises DataError if the wanted ones are missing."""
+        ...
+
+    def document(self, row: dict[str, Any], place: str) -> Document:
+        """The document of a row. Raises DataError."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextColumn:
+    """Rows that are plain text, in column ``name``."""
+
+    name: str
+    whole = False
+
+    def chosen(self, names: Sequence[str], place: str) -> list[str]:
+        """See ``Columns``."""
+        if self.name not in names:
+            raise no_field(self.name, place, list(names))
+        return [self.name]
+
+    def document(self, row: dict[str, Any], place: str) -> Document:
+        """See ``Columns``."""
+        return row_document(row, self.name, place)
+
+
+class EveryColumn:
+    """Rows that nobody has looked at yet."""
+
+    whole = False
+
+    def chosen(self, names: Sequence[str], place: str) -> list[str]:
+        """See ``Columns``."""
+        return list(names)
+
+    def document(self, row: dict[str, Any], place: str) -> Document:
+        """See ``Columns``: no documents are read so."""
+        raise NotImplementedError
+
+
 class FileSource:
     """One file. ``documents`` raises DataError with the line that cannot be read."""
 
-    def __init__(self, path: Path, field: str) -> None:
+    def __init__(self, path: Path, columns: Columns) -> None:
         self.path = path
-        self.field = field
+        self.columns = columns
         self.size = path.stat().st_size
         """Bytes of the file."""
 
@@ -159,12 +209,12 @@ class FileSource:
     def documents(self) -> Iterator[Document]:
         """The documents in order."""
         check_text(self.path)
-        for place, row in self._rows():
-            yield row_document(row, self.field, place)
+        for place, row in self.rows():
+            yield self.columns.document(row, place)
 
-    def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Place and columns of each row."""
-        raise NotImplementedError
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Place and columns of each row; none in a text."""
+        return iter(())
 
 
 class TextFile(FileSource):
@@ -172,13 +222,18 @@ class TextFile(FileSource):
 
     def documents(self) -> Iterator[Document]:
         check_text(self.path)
+        if self.columns.whole:
+            raise DataError(
+                f"data.path: {self.path} is text, and other files hold conversations; leave it out of the glob, or train it in a "
+                f"run of its own"
+            )
         yield Document(str(self.path), partial(file_lines, self.path, LINE))
 
 
 class JsonlFile(FileSource):
     """One JSON object per line (also .gz)."""
 
-    def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, line in enumerate(whole_lines(self.path), start=1):
             if line.strip():
                 place = f"{self.path}:{number}"
@@ -188,7 +243,7 @@ class JsonlFile(FileSource):
 class JsonFile(JsonlFile):
     """A list of JSON objects, or one object per line (also .gz)."""
 
-    def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         first = next((line for line in file_lines(self.path, ROW) if line.strip()), "")
         if first.lstrip().startswith("["):
             yield from _Listed(self.path).rows()
@@ -196,7 +251,7 @@ class JsonFile(JsonlFile):
         try:
             row = json.loads(first or "{}")
             lists = [name for name, value in row.items() if isinstance(value, list)] if isinstance(row, dict) else []
-            wrapped = self.field not in row and lists and lists[0] not in _CHAT
+            wrapped = lists and lists[0] not in _CHAT and getattr(self.columns, "name", None) not in row
         except (ValueError, RecursionError):
             lists, wrapped = [], True  # an object of many lines
         if wrapped:
@@ -205,13 +260,13 @@ class JsonFile(JsonlFile):
                 f"data.path: {self.path}: neither a list of JSON objects nor one object per line; write its rows as one of "
                 f"these, e.g. by `jq -c '{rows}' {self.path.name} > rows.jsonl`"
             )
-        yield from super()._rows()
+        yield from super().rows()
 
 
 class CsvFile(FileSource):
     """Rows of .csv (commas) or .tsv (tabulators), also .gz. The first row has the names of the columns."""
 
-    def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         comma = "\t" if ".tsv" in self.path.name.lower() else ","
         csv.field_size_limit(ROW)
         table, line = csv.reader(whole_lines(self.path), delimiter=comma, strict=True), 1
@@ -227,10 +282,9 @@ class CsvFile(FileSource):
                 return
             if names is None:
                 names = [name.strip() for name in cells]
-                if self.field not in names:
-                    raise no_field(self.field, place, names)
-                if names.count(self.field) > 1:
-                    raise DataError(f"data.path: {place}: two columns are called '{self.field}'; rename one")
+                for name in self.columns.chosen(names, place):
+                    if names.count(name) > 1:
+                        raise DataError(f"data.path: {place}: two columns are called '{name}'; rename one")
             elif len(cells) == len(names):
                 yield place, dict(zip(names, cells, strict=True))
             elif cells:  # no blank line
@@ -241,19 +295,22 @@ class CsvFile(FileSource):
 
 
 class ParquetFile(FileSource):
-    """Column ``field`` of a Parquet file, read row group by row group."""
+    """The wanted columns of a Parquet file, read row group by row group."""
 
     def documents(self) -> Iterator[Document]:
+        for place, row in self.rows():
+            yield self.columns.document(row, place)
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         import pyarrow.parquet as parquet  # slow to import
 
         number = 0
         with reading(self.path), parquet.ParquetFile(self.path) as file:
             names = [str(name) for name in file.schema_arrow.names]
-            if self.field not in names:
-                raise no_field(self.field, str(self.path), names)
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[self.field]):
-                for value in batch.column(0).to_pylist():
-                    yield row_document({self.field: value}, self.field, f"{self.path}: row {number}")
+            chosen = self.columns.chosen(names, str(self.path))
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=chosen):
+                for row in batch.to_pylist():
+                    yield f"{self.path}: row {number}", row
                     number += 1
 
 
@@ -268,11 +325,11 @@ _KINDS: dict[str, type[FileSource]] = {
 """Any further suffix is text."""
 
 
-def open_file(path: Path, field: str) -> FileSource:
+def open_file(path: Path, columns: Columns) -> FileSource:
     """The source of the documents in ``path``, by suffix. Raises DataError."""
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     try:
-        return _KINDS.get(suffix, TextFile)(path, field)
+        return _KINDS.get(suffix, TextFile)(path, columns)
     except OSError as error:
         raise DataError(f"data.path: cannot read {path}: {error.strerror}") from error
 
@@ -295,8 +352,8 @@ def no_field(field: str, place: str, available: list[str]) -> DataError:
     """The error for a row or table without column ``field``."""
     if chat := [name for name in available if name in _CHAT]:
         return DataError(
-            f"data.path: {place}: no '{field}', but '{chat[0]}': conversations are not trained as they are; write each as "
-            f"one text with its special tokens into a column '{field}' (`tokenizer.apply_chat_template`), or set data.field"
+            f"data.path: {place}: no '{field}', but '{chat[0]}', in a run on plain text; train conversations in a run of their own "
+            f"(data.format), or set data.field to a column of text"
         )
     return DataError(f"data.path: {place}: no '{field}'; set data.field to one of: {', '.join(available) or '(none)'}")
 

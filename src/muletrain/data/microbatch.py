@@ -21,6 +21,8 @@ TokenArray = npt.NDArray[np.integer]
 UintArray = npt.NDArray[np.uint64]
 
 IGNORE = -100  # target that no loss counts (torch's default ignore_index)
+SILENT = 1 << 31
+"""Mark of a stored token that does not count as a target."""
 
 _LENGTH_MULTIPLE = 8  # lengths are rounded to multiples, for the sake of tensor cores
 ROUNDS = 8  # of the permutation; the classical result needs 4, small domains deserve more
@@ -37,6 +39,12 @@ def sequence_length(step: int, context: int, start: int | None, warmup: int) -> 
     return min(context, max(_LENGTH_MULTIPLE, length // _LENGTH_MULTIPLE * _LENGTH_MULTIPLE))
 
 
+def unmarked(tokens: TokenArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """Token ids, and whether each counts as a target."""
+    wide = np.asarray(tokens, dtype=np.int64)
+    return wide & (SILENT - 1), wide < SILENT
+
+
 class MicrobatchSource:
     """Cuts tokens into windows and deals them out, each once per epoch, in an order the seed determines.
 
@@ -44,6 +52,10 @@ class MicrobatchSource:
     target in one and only an input in the next). Windows start at an offset drawn per epoch, so that borders move.
     Sequence number ``offset + step * batch + index * microbatch + row`` takes the next window of a keyed permutation:
     O(1), nothing is shuffled or stored. During the sequence warm-up a window gives its first ``T`` tokens.
+
+    ``ignored``: the tokens are rows of ``context`` (and one more token), in which some do not count as targets. Windows
+    are these rows, a target that does not count is ``ignored``, and a last column of the targets holds the number of
+    those that count in the whole batch (``compute.checks.weighed``).
 
     Raises DataError when the tokens do not fill one window.
     """
@@ -58,6 +70,7 @@ class MicrobatchSource:
         sequence_start: int | None = None,
         sequence_warmup: int = 0,
         offset: int = 0,
+        ignored: int | None = None,
     ) -> None:
         if len(tokens) <= context:
             raise DataError(
@@ -76,24 +89,42 @@ class MicrobatchSource:
         self._offset = offset
         # As many windows as fit behind every offset below `context`; the same in each epoch, so that a sequence number
         # has its epoch.
-        self.windows = max(1, (len(tokens) - context) // context)
+        self.windows = max(1, (len(tokens) - (context if ignored is None else 1)) // context)
         self._slack = len(tokens) - 1 - self.windows * context
+        self._ignored = ignored
+        self._counted = (-1, 0)
+        """The last step, and its targets that count."""
 
     def sequence_length(self, step: int) -> int:
         """T at ``step`` [tokens]."""
         return sequence_length(step, self._context, self._start, self._warmup)
 
     def microbatch(self, step: int, index: int) -> tuple[IntArray, IntArray]:
-        """Inputs and targets [B, T] of microbatch ``index`` of ``step``; targets are the inputs' next tokens."""
+        """Inputs [B, T] and targets [B, T], or with ``ignored`` [B, T + 1], of microbatch ``index`` of ``step``; targets are
+        the inputs' next tokens."""
         if step < 0 or not 0 <= index < self._batch // self._microbatch:
             raise ValueError(
                 f"no microbatch ({step}, {index}) with batch {self._batch} and microbatch {self._microbatch}"
             )
-        first = self._offset + step * self._batch + index * self._microbatch
-        starts = self.window_starts(first, self._microbatch)
-        rows = starts[:, None] + np.arange(self.sequence_length(step) + 1)
-        windows = np.asarray(self._tokens[rows], dtype=np.int64)
-        return windows[:, :-1].copy(), windows[:, 1:].copy()
+        windows, counts = self._windows(step, index * self._microbatch, self._microbatch)
+        inputs, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+        if self._ignored is None:
+            return inputs, targets
+        targets[~counts[:, 1:]] = self._ignored
+        return inputs, np.pad(targets, ((0, 0), (0, 1)), constant_values=self.counted(step))
+
+    def counted(self, step: int) -> int:
+        """The targets that count in the batch of ``step``; at least 1."""
+        if self._counted[0] != step:
+            size = self._microbatch
+            found = (self._windows(step, first, size)[1][:, 1:].sum() for first in range(0, self._batch, size))
+            self._counted = step, max(1, int(sum(found)))
+        return self._counted[1]
+
+    def _windows(self, step: int, first: int, count: int) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        """Tokens [count, T + 1] of sequences of ``step``, and whether each counts."""
+        starts = self.window_starts(self._offset + step * self._batch + first, count)
+        return unmarked(self._tokens[starts[:, None] + np.arange(self.sequence_length(step) + 1)])
 
     def window_starts(self, sequence: int, count: int) -> IntArray:
         """Token positions [count] where sequences ``sequence .. sequence + count - 1`` begin."""
@@ -152,7 +183,7 @@ def _mix(values: UintArray) -> UintArray:
 def heldout_batches(tokens: TokenArray, context: int, batch: int) -> Iterator[tuple[IntArray, IntArray]]:
     """Evaluation batches: inputs and targets [B, context], B = ``batch`` but in the last one.
 
-    Every token but the first is a target exactly once. The last window is padded: inputs with token 0, targets with
+    Every token that counts, but the first, is a target exactly once. The last window is padded: inputs with token 0, targets with
     ``IGNORE``. Raises DataError when there is no target at all.
     """
     if len(tokens) < 2:
@@ -161,27 +192,31 @@ def heldout_batches(tokens: TokenArray, context: int, batch: int) -> Iterator[tu
         )
     windows = -(-(len(tokens) - 1) // context)
     for first in range(0, windows, batch):
-        piece = np.asarray(tokens[first * context : (first + batch) * context + 1], dtype=np.int64)
+        piece, counts = unmarked(tokens[first * context : (first + batch) * context + 1])
         rows = min(batch, windows - first)
         inputs = np.zeros(rows * context, dtype=np.int64)
         targets = np.full(rows * context, IGNORE, dtype=np.int64)
         inputs[: len(piece) - 1] = piece[:-1]
-        targets[: len(piece) - 1] = piece[1:]
+        targets[: len(piece) - 1] = np.where(counts, piece, IGNORE)[1:]
         yield inputs.reshape(rows, context), targets.reshape(rows, context)
 
 
 class HeldoutSource:
     """Cuts held-out tokens into microbatches of one shape: the windows of ``heldout_batches``, and padding.
 
-    Padded targets are ``vocab``, one more than any token: without effect on the loss (``compute.base.Microbatch``).
+    Targets that do not count are ``vocab``, one more than any token: without effect on the loss
+    (``compute.base.Microbatch``). ``column``: the targets have the last column of ``MicrobatchSource``, with the number of
+    the microbatch.
     Raises DataError when there is no target at all.
     """
 
-    def __init__(self, tokens: TokenArray, context: int, sequences: int, vocab: int) -> None:
+    def __init__(self, tokens: TokenArray, context: int, sequences: int, vocab: int, *, column: bool = False) -> None:
         self._batches = list(heldout_batches(tokens, context, sequences))
-        self._sequences, self._vocab = sequences, vocab
-        self.targets = len(tokens) - 1
-        """Targets of all microbatches."""
+        self._sequences, self._vocab, self._column = sequences, vocab, column
+        self.targets = sum(int((targets != IGNORE).sum()) for _, targets in self._batches)
+        """Targets of all microbatches that count."""
+        if not self.targets:
+            raise DataError("data.heldout: no held-out token counts towards the loss; raise data.heldout or add text")
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -191,5 +226,7 @@ class HeldoutSource:
         inputs, targets = self._batches[index]
         counted = int((targets != IGNORE).sum())
         missing = ((0, self._sequences - len(inputs)), (0, 0))
-        targets = np.where(targets == IGNORE, self._vocab, targets)
-        return np.pad(inputs, missing), np.pad(targets, missing, constant_values=self._vocab), counted
+        targets = np.pad(np.where(targets == IGNORE, self._vocab, targets), missing, constant_values=self._vocab)
+        if self._column:
+            targets = np.pad(targets, ((0, 0), (0, 1)), constant_values=max(1, counted))
+        return np.pad(inputs, missing), targets, counted

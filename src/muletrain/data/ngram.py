@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from muletrain.data.microbatch import unmarked
 from muletrain.errors import DataError
 
 FloatArray = npt.NDArray[np.float64]
@@ -56,11 +57,14 @@ class Counts:
         return np.stack([uniform, unigram, together / np.maximum(self._firsts[pairs[:, 0]], 1)])
 
 
-def spread(tokens: TokenArray, limit: int) -> TokenArray:
+def spread(tokens: TokenArray, limit: int, row: int = 1) -> TokenArray:
     """``tokens``, or of more than ``limit``, about so many (never more) in pieces from the whole range: a corpus
-    drifts."""
+    drifts. ``row``: pieces are whole rows of so many tokens, then one more token."""
     if len(tokens) <= limit:
         return tokens
+    if row > 1:
+        rows = spread(np.arange(len(tokens) // row), max(1, (limit - 1) // row))
+        return np.concatenate([tokens[:-1].reshape(-1, row)[rows].reshape(-1), tokens[-1:]])
     pieces = min(_PIECES, limit)
     starts = np.linspace(0, len(tokens) - limit // pieces, pieces).astype(np.int64)
     return np.concatenate([tokens[start : start + limit // pieces] for start in starts])
@@ -94,8 +98,9 @@ def baselines(train: TokenArray, heldout: TokenArray, vocab: int) -> Baselines:
 
 
 def _pairs(tokens: TokenArray) -> IntArray:
-    wide = np.asarray(tokens, dtype=np.int64)
-    return np.stack([wide[:-1], wide[1:]], axis=1)
+    """Each token that counts, after the token before it."""
+    wide, counts = unmarked(tokens)
+    return np.stack([wide[:-1], wide[1:]], axis=1)[counts[1:]]
 
 
 def _tune(components: FloatArray) -> FloatArray:

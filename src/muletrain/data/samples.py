@@ -142,6 +142,8 @@ class SampleSource:
     def __init__(self, data: SampleData, seed: int, batch: int, microbatch: int, vocab: int, offset: int = 0) -> None:
         self._data, self._seed, self._vocab = data, seed, vocab
         self._batch, self._microbatch, self._offset = batch, microbatch, offset
+        self.windows = len(data.train)
+        """Samples of an epoch."""
         self.found: Callable[[int, int, str], None] | None = None
         """Called with an unusable sample, the replacement, and the reason."""
 
@@ -195,7 +197,12 @@ def open_data(config: DataConfig, spec: Model, progress: Callable[[float], None]
     if config.factory is None:
         if spec.inputs.shape is not None:
             raise ConfigError(f"data.factory: the model takes {spec.inputs}, which no text has; set it")
-        return TokenCache.build(config, spec.vocab, progress)
+        if config.counts and spec.own_loss:
+            raise ConfigError(
+                "data.format: conversations are trained by the cross-entropy of what counts, and this module has "
+                "a loss of its own; train it on text"
+            )
+        return TokenCache.build(config, spec.vocab, progress, context=spec.context)
     skips = config.on_error == "skip"
     data = SampleData.build(config.factory, skips=skips)
     if (data.inputs, data.targets) != (spec.inputs, spec.targets):

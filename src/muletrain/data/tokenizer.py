@@ -23,7 +23,7 @@ from muletrain.errors import CheckpointError, DataError
 from muletrain.model.hf_hub import is_hub_name, text_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER = "tokenizer.json"
@@ -53,8 +53,9 @@ class _Read(Section):
     end: str | None = Field(description="the declared token that ends a document")
 
 
-def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """Byte-level BPE of at most ``vocab`` tokens with ``END_OF_TEXT`` as token 0; decoding is exact.
+def train_tokenizer(texts: Iterable[str], vocab: int, special: Sequence[str] = ()) -> Tokenizer:
+    """Byte-level BPE of at most ``vocab`` tokens with ``END_OF_TEXT`` as token 0, then the ``special`` ones; decoding is
+    exact.
 
     Learns from the first 2^28 characters of ``texts``. A short text yields fewer tokens. Raises DataError when
     ``vocab`` cannot hold the 256 bytes and the end-of-text token.
@@ -70,7 +71,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
         min_frequency=2,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

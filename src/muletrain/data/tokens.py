@@ -4,12 +4,16 @@ A cache is a folder ``<data.cache>/tokens/<key>`` with ``train.bin``, ``heldout.
 for larger vocabularies), ``tokenizer.json`` and ``meta.json``. The key follows from the sources' contents, the
 tokenizer and every option that changes tokens. A folder is built under another name and renamed when complete, so a cache that exists is
 whole, however many processes build.
+
+Conversations are uint32 in rows of ``model.context`` tokens, with padding, and one more token at the end; a token that
+does not count as a target is marked ``SILENT``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -21,8 +25,10 @@ import numpy as np
 import tokenizers
 
 from muletrain.config.cache import cache_folder
+from muletrain.data.chat import CHATML_TOKENS, Template, chat_template, columns_of, packed, tokens_of
 from muletrain.data.corpus import Corpus
 from muletrain.data.encoder import Documents, Encoder, windows
+from muletrain.data.microbatch import SILENT
 from muletrain.data.split import Split, rule_for
 from muletrain.data.tokenizer import load_tokenizer, tokenizer_json, train_tokenizer
 from muletrain.errors import DataError
@@ -39,7 +45,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[float], None]
 
-FORMAT = 4  # goes up when the same text would give other tokens or files
+FORMAT = 5  # goes up when the same text would give other tokens or files
 
 _PIECE = 1 << 14  # characters from which a tokenizer learns at once
 _BATCH = 1 << 21  # characters encoded at once; bounds memory to some hundred MB
@@ -49,8 +55,8 @@ _TRAIN_SHARE = 0.3  # of the progress bar goes to training a tokenizer
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Statistics of a cache. ``heldout_bytes / heldout_tokens`` turns nats per token into bits per byte. No document is
-    truncated: a long one fills several sequences."""
+    """Statistics of a cache. ``heldout_bytes / heldout_tokens`` turns nats per token into bits per byte. No text is
+    truncated: a long one fills several sequences. A conversation fills one at most."""
 
     documents: int
     """Documents that are trained, some without the end."""
@@ -80,10 +86,24 @@ class TokenStats:
     """Tokens to train on, including the tokens that begin and end documents."""
     heldout_tokens: int
     """Held-out tokens. 0: nothing is held out (``data.heldout = 0``)."""
+    counted: int
+    """Training tokens that count towards the loss: of text all but the first."""
+    heldout_counted: int
+    """Held-out tokens that count."""
+    padding: int
+    """Tokens of both sides that fill rows of conversations."""
+    truncated: int
+    """Conversations longer than a sequence."""
+    cut: int
+    """Tokens that were cut off these."""
+    silent: int
+    """Conversations left out because no token of theirs counts."""
 
     def changes(self) -> list[str]:
         """Omissions and changes in the user's text, one line each, with the count."""
         lines = [
+            (self.truncated, f"{{}} cut to model.context, which loses {plural(self.cut, 'token')}", "conversation"),
+            (self.silent, "{} left out in which nothing counts (data.loss_on)", "conversation"),
             (self.empty, "{} without text left out", "document"),
             (self.duplicates, "{} left out that equal an earlier one (data.deduplicate)", "document"),
             (self.both, "{} to train on, also in data.validation: the held-out loss is too low", "document"),
@@ -108,18 +128,27 @@ class TokenCache:
     tokenizer_json: bytes
     digest: str
     stats: TokenStats
+    row: int = 1
+    """Tokens of a row of conversations (``model.context``); 1: plain text."""
 
     @classmethod
     def build(
-        cls, config: DataConfig, vocab: int, progress: Progress | None = None, *, measured: bool = False
+        cls,
+        config: DataConfig,
+        vocab: int,
+        progress: Progress | None = None,
+        *,
+        measured: bool = False,
+        context: int = 0,
     ) -> TokenCache:
         """The cache for ``config``: opened if intact, else made. ``vocab``: of the model. ``progress`` gets the share done,
-        0 to 1. ``measured``: all text is held out, to measure a model on it.
+        0 to 1. ``measured``: all text is held out, to measure a model on it. ``context``: tokens of a sequence, for
+        conversations.
 
         Raises DataError when the corpus or the tokenizer cannot be used, when a side is empty that should not be, or the
         folder cannot be written.
         """
-        builder = _Builder(config, vocab, progress or _no_progress, measured=measured)
+        builder = _Builder(config, vocab, progress or _no_progress, measured=measured, context=context)
         parent = cache_folder(config) / "tokens"
         folder = parent / builder.key()
         found = cls.open(folder)
@@ -147,7 +176,8 @@ class TokenCache:
             dtype = np.dtype(meta["dtype"])
             train = _tokens(folder / "train.bin", dtype, stats.train_tokens)
             heldout = _tokens(folder / "heldout.bin", dtype, stats.heldout_tokens)
-            return cls(folder, train, heldout, (folder / "tokenizer.json").read_bytes(), meta["digest"], stats)
+            tokenizer = (folder / "tokenizer.json").read_bytes()
+            return cls(folder, train, heldout, tokenizer, meta["digest"], stats, int(meta["row"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -169,13 +199,17 @@ class TokenCache:
 class _Builder:
     """One build: trains a tokenizer if need be, then writes both sides in a single pass."""
 
-    def __init__(self, config: DataConfig, vocab: int, progress: Progress, *, measured: bool) -> None:
+    def __init__(self, config: DataConfig, vocab: int, progress: Progress, *, measured: bool, context: int) -> None:
         self._config, self._vocab, self._progress = config, vocab, progress
-        self._corpus = Corpus(config.path, config.field)
+        columns = columns_of(config)
+        self._corpus = Corpus(config.path, columns)
+        self._chat = config.counts
+        self._row = context if self._chat else 1
+        self._template = chat_template(config) if self._chat else ""
         self._validation = None
         if config.validation is not None and not measured:
             try:
-                self._validation = Corpus(config.validation, config.field)
+                self._validation = Corpus(config.validation, columns)
             except DataError as error:
                 raise DataError(str(error).replace("data.path", "data.validation", 1)) from error
         self._share = 1.0 if measured else 0.0 if config.validation is not None else config.heldout
@@ -192,11 +226,15 @@ class _Builder:
         c = self._config
         text = [self._corpus.digest(), self._validation and self._validation.digest(), c.field]
         parts = [FORMAT, *text, repr(self._share), c.deduplicate, c.special_tokens, self._vocab, made_with]
+        if self._chat:
+            parts += [c.format, self._template, c.loss_on, c.pack, self._row]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     def write(self, folder: Path) -> None:
         """Fill ``folder``, which exists and is empty."""
         rule = rule_for(self._corpus, self._share, unique=self._unique)
+        if self._chat:
+            rule = rule._replace(longest_row=math.inf)
         split = Split(self._corpus, self._validation, rule, unique=self._unique)
         train, heldout = self._encoded(folder, split)
         self._check(split, train, heldout)
@@ -215,30 +253,47 @@ class _Builder:
             heldout_bytes=heldout.bytes,
             train_tokens=train.tokens,
             heldout_tokens=heldout.tokens,
+            counted=train.counted,
+            heldout_counted=heldout.counted,
+            padding=train.padding + heldout.padding,
+            truncated=train.truncated + heldout.truncated,
+            cut=train.cut + heldout.cut,
+            silent=train.silent + heldout.silent,
         )
         meta = {"format": FORMAT, "digest": _digest(folder), "dtype": train.dtype.str, "stats": asdict(stats)}
+        meta["row"] = self._row
         (folder / "meta.json").write_text(json.dumps(meta, indent=2))
 
     def _encoded(self, folder: Path, split: Split) -> tuple[_Side, _Side]:
         """Write the tokenizer and the tokens of both sides."""
         own, done = self._tokenizer, 0.0
         if own is None:
-            own, done = tokenizer_json(train_tokenizer(self._training_text(split), self._vocab)), _TRAIN_SHARE
+            special = [token for token in CHATML_TOKENS if token in self._template]
+            own = tokenizer_json(train_tokenizer(self._training_text(split), self._vocab, special))
+            done = _TRAIN_SHARE
         (folder / "tokenizer.json").write_bytes(own)
         encoder = Encoder(own, self._config.special_tokens)
-        with (
-            _Side(folder / "train.bin", encoder, self._vocab) as train,
-            _Side(folder / "heldout.bin", encoder, self._vocab) as heldout,
-        ):
+        files = folder / "train.bin", folder / "heldout.bin"
+        with self._side(files[0], encoder) as train, self._side(files[1], encoder) as heldout:
             for part in split.parts():
                 (heldout if part.heldout else train).add(part, self._counted(part.pieces, done, 1 - done))
         return train, heldout
 
+    def _side(self, path: Path, encoder: Encoder) -> _Side:
+        if not self._chat:
+            return _Side(path, encoder, self._vocab)
+        template = Template(self._template, self._config.loss_on)
+        return _Conversations(path, encoder, self._vocab, template, self._row, pack=self._config.pack)
+
     def _training_text(self, split: Split) -> Iterator[str]:
         """Text in chunks; held-out text must not shape the vocabulary either."""
+        template = Template(self._template, "all") if self._chat else None
         for part in split.parts():
             held, size = list[str](), 0
-            for piece in () if part.heldout else self._counted(part.pieces, 0.0, _TRAIN_SHARE):
+            pieces: Iterable[str] = () if part.heldout else self._counted(part.pieces, 0.0, _TRAIN_SHARE)
+            if template is not None and not part.heldout:
+                pieces = (template.rendered(json.loads("".join(pieces)), part.place).text,)
+            for piece in pieces:
                 held.append(piece)
                 size += len(piece)
                 if size >= _PIECE:
@@ -257,6 +312,12 @@ class _Builder:
             raise DataError(
                 f"data.path: the corpus '{self._corpus.path}' has no text; check the files, and data.field for rows"
             )
+        if self._chat and not train.counted and self._share < 1:
+            raise DataError(
+                f"data.path: in none of {plural(documents, 'conversation')} anything counts towards the loss (data.loss_on = "
+                f"'{self._config.loss_on}'; {train.truncated} are longer than model.context = {self._row}); give some in which the "
+                f"role 'assistant' speaks"
+            )
         if self._validation is not None and not heldout.characters:
             raise DataError(f"data.validation: '{self._validation.path}' has no text; check the files, or leave it out")
         if not train.characters and self._share < 1:
@@ -273,11 +334,17 @@ class _Side:
 
     def __init__(self, path: Path, encoder: Encoder, vocab: int) -> None:
         self.characters = self.bytes = self.tokens = self.special = self.unknown = 0
+        self.padding = self.truncated = self.cut = self.silent = 0
         self.dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
         self._file = path.open("wb")
         self._encoder, self._documents, self._vocab = encoder, Documents(encoder), vocab
         self._windows: list[tuple[Window, str]] = []
         self._size = 0
+
+    @property
+    def counted(self) -> int:
+        """Tokens that count towards the loss."""
+        return max(0, self.tokens - 1)
 
     def __enter__(self) -> _Side:
         return self
@@ -308,15 +375,78 @@ class _Side:
             own = len(self._encoder.begin) * window.first + len(self._encoder.end) * window.last
             self.special += int(np.isin(wide, self._encoder.special).sum()) - own
             self.unknown += int((wide == self._encoder.unknown).sum())
-            if len(wide) and wide.max() >= self._vocab:
-                raise DataError(
-                    f"data.path: {place}: the text has the token '{self._encoder.tokenizer.id_to_token(int(wide.max()))}' "
-                    f'({wide.max()}), and the model only {self._vocab}; set data.special_tokens = "text", or '
-                    f"take a tokenizer that fits (a model with random weights can have another model.vocab)"
-                )
+            self._check(wide, place)
             self._file.write(wide.astype(self.dtype).tobytes())
             self.tokens += len(found)
         self._windows, self._size = [], 0
+
+    def _check(self, wide: npt.NDArray[np.int64], place: str) -> None:
+        """Raises DataError for tokens that the model does not have."""
+        if len(wide) and wide.max() >= self._vocab:
+            raise DataError(
+                f"data.path: {place}: the text has the token '{self._encoder.tokenizer.id_to_token(int(wide.max()))}' "
+                f'({wide.max()}), and the model only {self._vocab}; set data.special_tokens = "text", or '
+                f"take a tokenizer that fits (a model with random weights can have another model.vocab)"
+            )
+
+
+class _Conversations(_Side):
+    """Writer of a file of rows: conversations that fit together, and padding."""
+
+    def __init__(self, path: Path, encoder: Encoder, vocab: int, template: Template, row: int, *, pack: bool) -> None:
+        super().__init__(path, encoder, vocab)
+        self.dtype = np.dtype("<u4")
+        self._template, self._row, self._pack = template, row, pack
+        self._lengths: list[int] = []
+        self._kept = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 # closed by __exit__
+        self._counted = 0
+
+    @property
+    def counted(self) -> int:
+        return self._counted
+
+    def add(self, part: Part, pieces: Iterable[str]) -> None:
+        rendered = self._template.rendered(json.loads("".join(pieces)), part.place)
+        marked = tokens_of(self._encoder, rendered)
+        self.truncated += len(marked) > self._row
+        self.cut += max(0, len(marked) - self._row)
+        marked = marked[: self._row]
+        counts = marked < SILENT
+        if not counts.any():
+            self.silent += 1
+            return
+        wide = marked.astype(np.int64) & (SILENT - 1)
+        self._check(wide, part.place)
+        self.unknown += int((wide == self._encoder.unknown).sum())
+        self.characters += len(rendered.text)
+        self.bytes += sum(len(rendered.text[begin:end].encode()) for begin, end in rendered.counted)
+        self._counted += int(counts.sum())
+        self._lengths.append(len(marked))
+        self._kept.write(marked.tobytes())
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        with self._kept:
+            super().__exit__(kind, *rest)
+
+    def _flush(self) -> None:
+        self._kept.flush()
+        if self._lengths:
+            self._pack_rows(np.memmap(self._kept, np.uint32, "r"))
+
+    def _pack_rows(self, kept: npt.NDArray[np.uint32]) -> None:
+        count = len(self._lengths)
+        rows = np.asarray(packed(self._lengths, self._row) if self._pack else range(count))
+        ends = np.cumsum(self._lengths)
+        order = np.argsort(rows, kind="stable")
+        for held in np.split(order, np.flatnonzero(np.diff(rows[order])) + 1):
+            row = np.full(self._row, SILENT, dtype=self.dtype)
+            used = np.concatenate([kept[ends[k] - self._lengths[k] : ends[k]] for k in held])
+            row[: len(used)] = used
+            self._file.write(row.tobytes())
+            self.padding += self._row - len(used)
+            self.tokens += self._row
+        self._file.write(np.full(1, SILENT, dtype=self.dtype).tobytes())
+        self.tokens += 1
 
 
 def _build(builder: _Builder, folder: Path) -> TokenCache:

@@ -46,13 +46,16 @@ class TensorType:
     dtype: Literal["int64", "float32"]
     shape: tuple[int, ...] | None = None
     """Shape of one sample; None: an integer for each of T tokens."""
+    column: bool = False
+    """Of targets that do not all count: one more integer follows the tokens (``compute.checks.weighed``)."""
 
     def batch(self, sequences: int, tokens: int) -> tuple[int, ...]:
         """The shape of a microbatch."""
-        return (sequences, *((tokens,) if self.shape is None else self.shape))
+        return (sequences, *((tokens + self.column,) if self.shape is None else self.shape))
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{'T' if self.shape is None else ', '.join(map(str, self.shape))}]"
+        tokens = "T + 1" if self.column else "T"
+        return f"{self.dtype}[{tokens if self.shape is None else ', '.join(map(str, self.shape))}]"
 
     @classmethod
     def parse(cls, text: str) -> TensorType:
@@ -360,27 +363,23 @@ class Model(ABC):
     def stage_kept_bytes(self, cut: Cut, stage: int, tokens: int, size: int) -> float:
         """Bytes that autograd saves for the backward of ``tokens`` in ``stage``."""
         first, end = cut[stage]
-        each = sum(self.kept_bytes(layer, size) for layer in range(first, end))
-        each += self.embedding_kept_bytes(size) if stage == 0 else 0
-        each += self._compression_kept_bytes(cut, stage, size)
+        each = sum(self.kept_bytes(layer, size) for layer in range(first, end)) + self.entry_kept_bytes(
+            cut, stage, size
+        )
         return tokens * each + (self.head_bytes(tokens, size) if stage == len(cut) - 1 else 0)
-
-    def largest_kept_bytes(self, cut: Cut, stage: int, tokens: int, size: int) -> float:
-        """As ``stage_kept_bytes``, for the largest block or the head alone."""
-        graphs = [tokens * self.kept_bytes(layer, size) for layer in range(*cut[stage])]
-        return max([*graphs, self.head_bytes(tokens, size) if stage == len(cut) - 1 else 0])
 
     def borders_bytes(self, cut: Cut, stage: int, size: int) -> float:
         """Bytes that autograd saves per token if backward computes blocks again: the blocks' inputs."""
         first, end = cut[stage]
-        own = (self.embedding_kept_bytes(size) if stage == 0 else 0) + self._compression_kept_bytes(cut, stage, size)
-        return size * self.width * (end - first + 1) + own
+        return size * self.width * (end - first + 1) + self.entry_kept_bytes(cut, stage, size)
 
-    def _compression_kept_bytes(self, cut: Cut, stage: int, size: int) -> int:
+    def entry_kept_bytes(self, cut: Cut, stage: int, size: int) -> float:
+        """As ``borders_bytes``, for what the stage has besides layers and head: the embedding, and compression."""
+        own = self.embedding_kept_bytes(size) if stage == 0 else 0
         if self.compression is None:
-            return 0
+            return own
         kept = self.compression.kept_bytes(self.width, size)
-        return sum(n * each for n, each in zip(self._sides(cut, stage), kept, strict=True))
+        return own + sum(n * each for n, each in zip(self._sides(cut, stage), kept, strict=True))
 
     def cut(self, stages: int, sizes: Sequence[int] | None = None) -> Cut:
         """The most even cut into ``stages`` by compute cost, or the cut into stages of ``sizes`` layers. Raises

@@ -57,6 +57,7 @@ def export_hf(
     source: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     dtype: str = "fp32",
+    chat_template: str | None = None,
 ) -> str | None:
     """Write a folder for ``transformers.AutoModelForCausalLM.from_pretrained(out_dir)`` (and AutoTokenizer).
 
@@ -65,7 +66,7 @@ def export_hf(
     training started from (``model.from``): everything but the weights stays as in that folder, including the declared
     context; special tokens, generation settings and chat template only beside the same tokenizer. The index, or the
     only weights file, is written last. ``dtype``: type of the weights, a name of ``finite.NAMES``, except for what is
-    not trained, and what ``transformers`` keeps in fp32. Returns a remark for
+    not trained, and what ``transformers`` keeps in fp32. ``chat_template``: of training, if on conversations. Returns a remark for
     people on values that become zero in ``dtype``, if any. Raises CheckpointError when tensors are missing,
     superfluous, of wrong shape or too large for ``dtype``, the source cannot be read, or the folder is not empty or
     cannot be written."""
@@ -83,6 +84,8 @@ def export_hf(
         else:
             kept = {} if source is None else _without_tokens(read_json(source / CONFIG))
             _write_tokenizer(out, spec, tokenizer_json, end_of_text)
+        if chat_template is not None:
+            (out / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
         # the run decides on tying
         config = kept | config if isinstance(spec, TracedModel) else config | kept | {TIED: config[TIED]}
         config["torch_dtype"] = str(NAMES[dtype]).removeprefix("torch.")

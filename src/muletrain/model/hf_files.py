@@ -105,9 +105,8 @@ def check_kind(files: Collection[str], where: str) -> None:
     """Raises CheckpointError unless ``files`` are a complete model for ``transformers``."""
     if "adapter_config.json" in files:
         raise CheckpointError(
-            f"{where} holds an adapter of peft, which is no whole model. Merge it into its base: "
-            f"peft.AutoPeftModelForCausalLM.from_pretrained({where!r}).merge_and_unload().save_pretrained('NEW'), save the "
-            f"tokenizer there too, and give NEW"
+            f"{where} holds an adapter of peft, which is no whole model. Give the model that it belongs to, and the adapter as "
+            f"adapter.from={where}"
         )
     if CONFIG not in files:
         if "snapshots" in files or any(name.startswith("snapshots/") for name in files):

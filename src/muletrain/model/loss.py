@@ -53,14 +53,17 @@ class _Chunked(torch.autograd.Function):
         parameters = [p for p, w in zip(given[inputs:], wanted[inputs:], strict=True) if w]
         passed = [torch.empty_like(v) if w else None for v, w in zip(given[:inputs], wanted, strict=False)]
         sums: list[Tensor] = []
-        counted, total = (targets != ignored).sum(), torch.zeros((), device=targets.device)
+        counted, total = (targets != ignored).sum().clamp(min=1), torch.zeros((), device=targets.device)
         for begin in range(0, len(targets), tokens):
             chunk = slice(begin, begin + tokens)
             pieces = [v[:, chunk].detach().requires_grad_(g is not None) for v, g in zip(given, passed, strict=False)]
             leaves = [p for p in pieces if p.requires_grad] + parameters
             with torch.set_grad_enabled(bool(leaves)):
-                found = logits(pieces).float().flatten(0, 1)
-                loss = F.cross_entropy(found, targets[chunk], ignore_index=ignored, reduction="sum") / counted
+                # the logits have no name: they go before the backward
+                summed = F.cross_entropy(
+                    logits(pieces).float().flatten(0, 1), targets[chunk], ignore_index=ignored, reduction="sum"
+                )
+                loss = summed / counted
             total += loss.detach()
             if not leaves:
                 continue

@@ -92,12 +92,14 @@ class StageModule(nn.Module):
     def loss(self, inputs: Tensor, targets: Tensor, masks: Masks | None = None, scale: float = 1.0) -> Tensor:
         """The mean loss over the microbatch, a scalar in fp32: of the last stage, from the stage's input (see
         ``forward``). By default the cross-entropy [nats/token] of ``targets`` int64 [B, T]; targets of ``vocab`` do not
-        count. ``scale``: see ``chunked_loss``."""
+        count; 0 if none does. ``scale``: see ``chunked_loss``."""
         ignored, tokens = self.spec.vocab, self.loss_tokens
         if targets.numel() > tokens:
             return chunked_loss(self.before_head(inputs, masks), targets, ignored, tokens, scale)
         logits = self(inputs, masks).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten(), ignore_index=ignored)
+        targets = targets.to(logits.device).flatten()
+        total = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=ignored, reduction="sum")
+        return total / (targets != ignored).sum().clamp(min=1)
 
     def _block(self, compute: Callable[..., Any], *given: Any) -> Any:
         """``compute(*given)``, of one block. Dropout needs no generator's state: masks follow from the microbatch."""

@@ -168,7 +168,7 @@ class HeadPiece(PieceModule):
         targets = targets.to(inputs.device)
         _, total, own = self._scored(inputs, targets)
         counted = targets != self.spec.vocab
-        return ((total - own) * counted).sum() / counted.sum()
+        return ((total - own) * counted).sum() / counted.sum().clamp(min=1)
 
     def _scored(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h [B, T, D], and log-sum-exp and the target's logit so far, fp32 [B, T]."""

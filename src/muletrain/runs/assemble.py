@@ -24,7 +24,7 @@ from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import digest
-from muletrain.config.model_sections import ModelConfig
+from muletrain.config.model_sections import AdapterConfig, ModelConfig
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.microbatch import HeldoutSource, MicrobatchSource, sequence_length
 from muletrain.data.ngram import spread
@@ -40,9 +40,10 @@ from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.model.native import is_native
 from muletrain.model.stage import initial_weight
+from muletrain.model.traced.adapter import described, first_weight, is_adapter, read_config, reader
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
-from muletrain.model.traced.folder import check_config, import_traced, load_traced, run_context, traced_in
+from muletrain.model.traced.folder import check_config, import_traced, load_traced, run_context, traced_in, with_adapter
 from muletrain.optim.schedule import learning_rate
 from muletrain.policy.shards import CHUNK, lone_chunk
 from muletrain.runs.checkpoint import FORMAT
@@ -116,7 +117,7 @@ class RunFacts:
             width=self.spec.passed,
             vocab=self.spec.vocab,
             inputs=self.spec.inputs,
-            targets=self.spec.targets,
+            targets=dataclasses.replace(self.spec.targets, column=c.data.counts),
             sequence_length=functools.partial(
                 sequence_length, context=self.spec.context, start=t.sequence_start, warmup=t.sequence_warmup
             ),
@@ -154,7 +155,7 @@ class RunFacts:
             return None
         if isinstance(data, SampleData):
             return HeldoutSamples(data, t.validate_tokens, t.microbatch, self.spec.vocab)
-        tokens = spread(data.heldout, t.validate_tokens + 1)
+        tokens = spread(data.heldout, t.validate_tokens + 1, data.row)
         if self.spec.own_loss:
             tokens = tokens[: (len(tokens) - 1) // self.tokens * self.tokens + 1]
             if len(tokens) < 2:
@@ -162,7 +163,7 @@ class RunFacts:
                     f"train.validate_every: {len(data.heldout)} held-out tokens (measured: at most {t.validate_tokens}) are "
                     f"no microbatch of {self.tokens}; give more text, raise train.validate_tokens, or lower train.microbatch"
                 )
-        return HeldoutSource(tokens, self.spec.context, t.microbatch, self.spec.vocab)
+        return HeldoutSource(tokens, self.spec.context, t.microbatch, self.spec.vocab, column=self.config.data.counts)
 
     def data(self, progress: Callable[[float], None] | None = None) -> Data:
         """The run's tokens or samples on this machine. Raises DataError or ConfigError."""
@@ -178,7 +179,7 @@ class RunFacts:
         """Microbatches of the training tokens. Raises DataError for fewer tokens than one sequence."""
         t = self.config.train
         sequences = (t.batch, t.microbatch, self.spec.context, t.sequence_start, t.sequence_warmup, t.data_offset)
-        return MicrobatchSource(tokens, t.seed, *sequences)
+        return MicrobatchSource(tokens, t.seed, *sequences, self.spec.vocab if self.config.data.counts else None)
 
     @property
     def precision(self) -> Precision:
@@ -228,17 +229,19 @@ def build_compute(
     the stage's weights; default: ``model.from``, or drawn from the seed. ``updates``: see ``StageSetup``. ``folder``:
     private to this peer, for a stage that is larger than the device. Raises CheckpointError, and CapacityError if the
     stage can only be swapped and backing memory is too small."""
-    config, need = facts.config, (facts.needs() if updates else facts.client_needs())[stage]
+    config, need = facts.config, (facts.needs() if updates else facts.client_needs())[stage].on(machine.offer)
     setup = StageSetup(
         optimizer=config.optimizer,
         total_steps=config.train.steps,
         seed=config.train.seed,
         sequences=config.train.microbatch,
+        microbatches=config.microbatches,
         device=machine.device,
         precision=machine.precision,
-        checkpointing=config.compute.checkpointing if need.on(machine.offer) is need else "block",
+        checkpointing="block" if need.by_block else config.compute.checkpointing,
         stash_budget=_stash_budget(need, machine),
         updates=updates,
+        lends=not need.copies,
         compiled=config.compute.compile == "on" or (config.compute.compile == "auto" and machine.device.type == "cuda"),
     )
     source = initial_weights(facts, stage) if part is None else _weights_in(part)
@@ -300,14 +303,21 @@ def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | No
     load = _given_weights(facts, stage)
     if load is None:
         return None
-    shapes = make_stage(facts.spec, stage, facts.cut).shapes()
+    shapes, seed, adapter = (
+        make_stage(facts.spec, stage, facts.cut).shapes(),
+        facts.config.train.seed,
+        facts.config.adapter,
+    )
+    further = None if adapter.from_ is None else reader(Path(adapter.from_))
 
     def first(name: str) -> Tensor:
         if name.startswith(f"{PREFIX}."):  # no checkpoint to start from has these
-            return initial_weight(facts.spec, name, shapes[name], facts.config.train.seed)
+            return initial_weight(facts.spec, name, shapes[name], seed)
+        if adapter.rank is not None and is_adapter(name):
+            return first_weight(name, shapes[name], seed) if further is None else further(name)
         return load(name)
 
-    return finite(first if facts.spec.borders else load, facts.config.model.given or "")
+    return finite(first if facts.spec.borders or adapter.rank is not None else load, facts.config.model.given or "")
 
 
 def _given_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | None:
@@ -341,7 +351,12 @@ def resolve_start(
     people. Raises CheckpointError, or ConfigError if the user asks for different sizes."""
     if config.model.factory is not None:
         return _resolve_factory(config)
+    if config.adapter.from_ is not None:
+        folder = Path(config.adapter.from_).expanduser().resolve()
+        config = with_adapter_of(config, folder)
     if config.model.from_ is None:
+        if config.adapter.rank is not None and config.model.architecture is None:
+            raise ConfigError("adapter.rank: an adapter belongs to a trained model; name one by model.from")
         return config
     given = config.model.model_dump(include=config.model.model_fields_set - {"from_"}, exclude_none=True)
     changes, data = {name: given[name] for name in ("context", "dropout", "untie") if name in given}, config.data
@@ -357,7 +372,7 @@ def resolve_start(
 
     try:
         folder = local_folder(config.model.from_, check, weights=weights)
-        sizes = sizes_in(folder, given, weights=weights, note=note)
+        sizes = sizes_in(folder, given, config.adapter, weights=weights, note=note)
     except CheckpointError as e:
         raise CheckpointError(f"model.from: {e}") from e
     if is_own(folder) and weights:
@@ -408,11 +423,27 @@ _NOT_TIED = (
 SIZES = ("layers", "width", "vocab", "context", "architecture")
 
 
-def sizes_in(folder: Path, given: dict[str, Any], *, weights: bool, note: Callable[[str], None]) -> dict[str, Any]:
-    """Fields of ``ModelConfig`` that describe the model in ``folder``, with a check of its weights if ``weights``.
-    Raises CheckpointError or ConfigError."""
+def with_adapter_of(config: RunConfig, folder: Path) -> RunConfig:
+    """``config`` with the adapter that is in ``folder``. Raises CheckpointError, or ConfigError if the user asks for
+    another one."""
+    found = {**read_config(folder), "from": str(folder), "dropout": config.adapter.dropout}
+    asked = config.adapter.model_dump(include=config.adapter.model_fields_set - {"from_", "dropout"}, exclude_none=True)
+    own = AdapterConfig.model_validate(found)
+    for name, value in asked.items():
+        if value != getattr(own, name):
+            raise ConfigError(
+                f"adapter.{name}: {value!r} beside adapter.from, which has {getattr(own, name)!r}; leave it out"
+            )
+    return config.model_copy(update={"adapter": own})
+
+
+def sizes_in(
+    folder: Path, given: dict[str, Any], adapter: AdapterConfig, *, weights: bool, note: Callable[[str], None]
+) -> dict[str, Any]:
+    """Fields of ``ModelConfig`` that describe the model in ``folder`` with ``adapter``, with a check of its weights if
+    ``weights``. Raises CheckpointError or ConfigError."""
     context = run_context(folder, given.get("context"))
-    if is_native(folder):
+    if is_native(folder) and adapter.rank is None:
         untie = given.get("untie", False)
         spec = spec_in(folder, context=context, untie=untie)
         if weights:
@@ -428,9 +459,10 @@ def sizes_in(folder: Path, given: dict[str, Any], *, weights: bool, note: Callab
         del sizes["compression"]
         return {**sizes, **own}
     own = {name: given[name] for name in ("dropout", "untie") if name in given}
-    model = traced_in(folder, context=context, **own)
+    put_in = None if adapter.rank is None else described(adapter)
+    model = with_adapter(traced_in(folder, context=context, **own), put_in)
     if weights:
-        declared, model = model, import_traced(folder, context=context, **own)
+        declared, model = model, import_traced(folder, context=context, adapter=put_in, **own)
         if declared != model:
             note(_NOT_TIED)
     chain = {"chain": model.chain_name} if weights or "chain" in given else {}

@@ -14,15 +14,20 @@ import safetensors
 import safetensors.torch
 
 from muletrain.config.schema import RunConfig
+from muletrain.data.chat import plain_template, resolved
 from muletrain.data.encoder import Encoder
 from muletrain.data.samples import open_data
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError, DataError, MuletrainError
 from muletrain.model.finite import finite
+from muletrain.model.hf_files import TEXT_FILES, TOKENIZER
 from muletrain.model.hf_writing import cast, new_folder
 from muletrain.model.make import load_model, model_from_json
+from muletrain.model.traced.adapter import ENTRY, merged, write_adapter
+from muletrain.model.traced.architecture import build
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import Writes, state_dict
+from muletrain.model.traced.folder import with_adapter
 from muletrain.runs.folder import latest_checkpoint
 from muletrain.runtime.checkpoint.store import open_place, read_manifest
 
@@ -208,10 +213,11 @@ class Checkpoint:
             return open_data(data, self.spec)
         data = data.model_copy(update={"path": path, "tokenizer": own, "validation": None})
         if self.config.data.validation is None:
-            moved = TokenCache.build(data, self.spec.vocab)
+            moved = TokenCache.build(data, self.spec.vocab, context=self.spec.context)
             if moved.digest == self.manifest.get("data"):
                 return moved
-        return TokenCache.build(data, self.spec.vocab, measured=True)
+        data = resolved(data.model_copy(update={"format": "auto"}))
+        return TokenCache.build(data, self.spec.vocab, measured=True, context=self.spec.context)
 
     def weights(self) -> dict[str, Tensor]:
         """All weights by name, in fp32. Raises CheckpointError for a part that is missing or does not match the
@@ -238,6 +244,23 @@ class Checkpoint:
         with new_folder(folder):
             safetensors.torch.save_file(state, file, metadata={"format": "pt"})
         return file, remark
+
+    def export_adapter(self, folder: Path, base: Path | None) -> None:
+        """Write the trained adapter as peft does, with the tokenizer. ``base``: the folder of the model that it belongs to.
+        Raises CheckpointError."""
+        assert isinstance(self.spec, TracedModel)
+        with new_folder(folder):
+            write_adapter(folder, self.spec.config[ENTRY], self.weights(), None if base is None else str(base))
+            for name in (TOKENIZER, *TEXT_FILES):
+                if base is not None and (base / name).is_file():
+                    shutil.copyfile(base / name, folder / name)
+            if (template := plain_template(self.config.data)) is not None:
+                (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+    def merged(self) -> tuple[dict[str, Tensor], Model]:
+        """The weights, and the model, with the adapter added to the base. Raises CheckpointError."""
+        assert isinstance(self.spec, TracedModel)
+        return merged(build(self.spec.config), self.weights()), with_adapter(self.spec, None)
 
     def model(self) -> StageModule:
         """Load the whole model on the CPU."""

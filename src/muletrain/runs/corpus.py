@@ -83,9 +83,9 @@ def own_data(host: Host, facts: RunFacts, tokenizer: bytes, digest: str) -> Data
             file.write_bytes(tokenizer)
             own = {"path": where, "tokenizer": str(file), "cache": None}  # ours, not the founder's paths
             data = data.model_copy(update=own)
-            cache = TokenCache.build(data, facts.spec.vocab)
+            cache = TokenCache.build(data, facts.spec.vocab, context=facts.spec.context)
     else:
-        cache = TokenCache.build(data, facts.spec.vocab)
+        cache = TokenCache.build(data, facts.spec.vocab, context=facts.spec.context)
     if cache.digest != digest:
         raise AdmissionError(
             f"--data: {data.path}: this corpus has digest {cache.digest[:12]}, the run's has {digest[:12]}; give the same "

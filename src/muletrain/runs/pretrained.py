@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muletrain.config.schema import RunConfig
+from muletrain.data.chat import resolved
 from muletrain.data.encoder import with_end
 from muletrain.data.tokenizer import check_own, read_tokenizer, tokenizer_json
 from muletrain.data.tokens import TokenCache
@@ -15,14 +17,13 @@ from muletrain.model.finite import finite
 from muletrain.model.hf import stops_in
 from muletrain.model.hf_files import stored
 from muletrain.model.hf_hub import is_hub_name, local_folder
+from muletrain.model.traced.adapter import CONFIG, base_of, with_weights
 from muletrain.model.traced.architecture import Whole
 from muletrain.model.traced.folder import USUAL_CONTEXT, traced_in, whole_in
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.folder import has_checkpoint
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from muletrain.data.samples import Data
     from muletrain.model.module import StageModule
     from muletrain.model.traced.chain import TracedModel
@@ -42,13 +43,16 @@ class Pretrained(Checkpoint):
 
     @classmethod
     def of(cls, name: str) -> Pretrained:
-        """The model in the folder ``name``, or of that name on the Hub. Raises MuletrainError."""
-        folder = local_folder(name).resolve()
+        """The model in the folder ``name``, or of that name on the Hub; of an adapter's folder with the model that it names.
+        Raises MuletrainError."""
+        adapter = {"from": str(Path(name).resolve())} if (Path(name) / CONFIG).is_file() else {}
+        folder = local_folder(base_of(Path(name)) if adapter else name).resolve()
         try:
             spec = traced_in(folder)
         except ConfigError:  # the model declares no longest sequence
             spec = traced_in(folder, context=USUAL_CONTEXT)
-        config = RunConfig.model_validate({"model": {"from": str(folder), "stops": stops_in(folder)}})
+        model = {"from": str(folder), "stops": stops_in(folder)}
+        config = RunConfig.model_validate({"model": model, "adapter": adapter, "data": {"tokenizer": str(folder)}})
         return cls(folder, {"step": 0, "parts": [], "files": []}, spec, config)
 
     @property
@@ -67,8 +71,8 @@ class Pretrained(Checkpoint):
         """The tokens of the text ``path`` by the model's tokenizer, all held out. Raises DataError."""
         if path is None:
             raise ConfigError(f"--data: {self.folder} is a model without a text of its own; give one to measure it on")
-        data = self.config.data.model_copy(update={"path": path, "tokenizer": str(self.folder)})
-        return TokenCache.build(data, self.spec.vocab, measured=True)
+        data = resolved(self.config.data.model_copy(update={"path": path, "tokenizer": str(self.folder)}))
+        return TokenCache.build(data, self.spec.vocab, measured=True, context=self.spec.context)
 
     def measured(self) -> Pretrained:
         """The same model with sequences as long as a run's would be."""
@@ -78,6 +82,8 @@ class Pretrained(Checkpoint):
     def model(self) -> StageModule:
         """Load the whole model on the CPU, in fp32. Raises CheckpointError."""
         whole = whole_in(str(self.folder), self.spec.architecture)
+        if self.config.adapter.from_ is not None:
+            whole = with_weights(whole, Path(self.config.adapter.from_))
         check = finite(dict(whole.named_parameters()).__getitem__, str(self.folder))
         for name, _ in whole.named_parameters():
             check(name)

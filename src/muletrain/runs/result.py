@@ -10,7 +10,8 @@ import torch
 
 from muletrain.cgroups import cpus
 from muletrain.compute.probe import free_memory
-from muletrain.data.microbatch import heldout_batches
+from muletrain.data.chat import Template, chat_template
+from muletrain.data.microbatch import heldout_batches, unmarked
 from muletrain.data.ngram import baselines, countable, spread
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CapacityError, DataError, MuletrainError
@@ -45,6 +46,8 @@ BATCH = 16
 LOGITS = 1 << 26
 """Most logits in one batch: 256 MB, of which two or three copies live at once."""
 PROMPTS = ("The ", "If the ", "A class ")
+QUESTIONS = ("Hello!", "What is two plus two?", "Tell me a story.")
+"""Beginnings of text, and questions to a model that was trained on conversations."""
 
 
 def check_memory(params: int) -> None:
@@ -71,14 +74,14 @@ def quality(checkpoint: Checkpoint, model: StageModule, cache: Data, tokens: int
         return _own_quality(checkpoint.spec, model, cache, min(tokens, HELDOUT_TOKENS))
     assert isinstance(cache, TokenCache)
     spec, heldout = checkpoint.spec, _heldout(checkpoint, cache, tokens)
-    train = spread(cache.train, COUNTED_TOKENS)
+    train = spread(cache.train, COUNTED_TOKENS, cache.row)
     counted = baselines(train, heldout, spec.vocab) if countable(train) else None
     return Quality(
         loss=_loss(spec, model, heldout),
         unigram=None if counted is None else counted.unigram,
         bigram=None if counted is None else counted.bigram,
-        tokens=len(heldout) - 1,
-        heldout=len(cache.heldout) - 1,
+        tokens=int(unmarked(heldout)[1][1:].sum()),
+        heldout=cache.stats.heldout_counted,
         counted=len(train),
         trained=len(cache.train),
     )
@@ -105,7 +108,7 @@ def _heldout(checkpoint: Checkpoint, cache: TokenCache, tokens: int) -> TokenArr
         raise DataError(
             "data.path: this corpus has another tokenizer than the checkpoint; evaluate on the run's own data"
         )
-    return spread(cache.heldout, min(tokens, HELDOUT_TOKENS) + 1)
+    return spread(cache.heldout, min(tokens, HELDOUT_TOKENS) + 1, cache.row)
 
 
 def _loss(spec: Model, model: StageModule, heldout: TokenArray) -> float:
@@ -155,15 +158,28 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def write(checkpoint: Checkpoint, model: StageModule, prompt: str, **options: float) -> str:
-    """Return ``prompt`` with the continuation of ``model``, which ``Checkpoint.writer`` loads."""
-    return prompt + generate(model, checkpoint.encoder, prompt, stops=checkpoint.stops, **options)  # type: ignore[arg-type]
+def write(
+    checkpoint: Checkpoint, model: StageModule, prompt: str, *, chat: bool | None = None, **options: float
+) -> str:
+    """Return ``prompt`` with the continuation of ``model``, which ``Checkpoint.writer`` loads; with ``chat``, the answer
+    to it alone (None: of a model trained on conversations). Raises DataError if there is no chat template."""
+    encoder, data, stops = checkpoint.encoder, checkpoint.config.data, checkpoint.stops
+    if not (data.counts if chat is None else chat):
+        return prompt + generate(model, encoder, prompt, stops=stops, **options)  # type: ignore[arg-type]
+    asked, ends = Template(chat_template(data), "all").asked(prompt)
+    ending = encoder.tokenizer.encode(ends, add_special_tokens=False).ids
+    return generate(model, encoder, asked, stops={*stops, *ending[:1]}, **options).strip()  # type: ignore[arg-type]
 
 
 def samples(checkpoint: Checkpoint, model: StageModule) -> list[str]:
     if checkpoint.spec.own_loss:
         return []
-    return [write(checkpoint, model, p, max_tokens=40, top_k=40, seed=k) for k, p in enumerate(PROMPTS)]
+    chat = checkpoint.config.data.counts
+    return [
+        f"{p} {answer}" if chat else answer
+        for k, p in enumerate(QUESTIONS if chat else PROMPTS)
+        for answer in [write(checkpoint, model, p, max_tokens=40, top_k=40, seed=k)]
+    ]
 
 
 def evaluation(folder: Path, log: EventLog) -> tuple[Quality | None, list[str]]:

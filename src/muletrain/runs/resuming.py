@@ -37,6 +37,8 @@ TABLE = (
     Rule("model.dropout", "from then on", "the share of activations that are dropped"),
     Rule("model.compression_after", "no", "it follows from the first run's stages, which may become fewer"),
     Rule("model.*", "no", "it would be another model"),
+    Rule("adapter.from", "yes", "the checkpoint has the adapter"),
+    Rule("adapter.*", "no", "it would be another model"),
     Rule("data.share", "yes", "who may fetch the tokens"),
     Rule("data.cache", "yes", "where tokens are kept"),
     Rule("data.tokenizer", "yes", "only the place: another tokenizer is refused, since its tokens mean other text"),

@@ -68,7 +68,18 @@ def _positions(facts: RunFacts) -> int:
 
 def _documents(data: TokenCache) -> dict[str, int]:
     stats = data.stats
-    names = ("documents", "heldout_documents", "ends", "duplicates", "empty", "replaced", "unknown", "special")
+    names: tuple[str, ...] = (
+        "documents",
+        "heldout_documents",
+        "ends",
+        "duplicates",
+        "empty",
+        "replaced",
+        "unknown",
+        "special",
+    )
+    if data.row > 1:
+        names += ("counted", "padding")
     return {name: getattr(stats, name) for name in names}
 
 

@@ -80,16 +80,16 @@ def resident_service_s(
     if peer.forward_s and peer.backward_s:
         return peer.forward_s, peer.backward_s
     offer = offer_of(peer)
-    by_block = config.compute.checkpointing == "block" or need.on(offer) is not need
+    need = need.on(offer)
     again = _recomputes(config, stages, need, offer)
-    return service_s(cost, flops_of(n, peer)[0], recompute=again, by_block=by_block)
+    return service_s(cost, flops_of(n, peer)[0], recompute=again, by_block=need.by_block)
 
 
 def _recomputes(config: RunConfig, stages: int, need: StageMemory, offer: Offer) -> bool:
     """Decide as a peer does: keep activations if memory has room for the usual microbatches in flight."""
     if config.compute.checkpointing != "auto":
         return config.compute.checkpointing != "never"
-    kept = min(capacity(stages) // 2, config.microbatches) * need.activations
+    kept = min(capacity(stages) // 2, config.microbatches) * need.graph
     return kept > stash_room(offer, need)
 
 

@@ -218,7 +218,7 @@ def stages_for(fleet: Fleet, config: RunConfig, spec: Model) -> int:
     possible = range(1, min(spec.most_stages, len(fleet.peers())) + 1)
     for enough in (all, any):
         for stages in possible:
-            needs = stage_needs(config, spec, spec.cut(stages))
+            needs = stage_needs(config, spec, spec.cut(stages), alone=fleet.alone)
             if all(enough(need.resident(offer_of(peer)) for peer in peers) for need in needs):
                 return stages
     return possible[-1]
@@ -230,7 +230,7 @@ def setting(
     """``cut``: default: by the configuration; ``whole``: the fleet file, if ``fleet`` is a subset. Raises ConfigError
     and CapacityError, whose messages begin with a field of the fleet file."""
     cut = cut or spec.cut(config.fleet.stages, config.fleet.layers)
-    needs, cost = stage_needs(config, spec, cut, alone=len(fleet.peers()) == 1), run_cost(config, spec, cut)
+    needs, cost = stage_needs(config, spec, cut, alone=fleet.alone), run_cost(config, spec, cut)
     machines = first_of_each(fleet)
     if not config.swap.whole:
         _check_memory(fleet, spec, needs)
@@ -340,7 +340,7 @@ def takes_s(fleet: Fleet, config: RunConfig, spec: Model, stages: int) -> NDArra
             sizes = [layers if t == s else 1 for t in range(stages)]
             sizes[0 if s else -1] += spec.layers - sum(sizes)
             cut = spec.cut(stages, sizes)
-            own, cost = stage_needs(config, spec, cut)[s], run_cost(config, spec, cut).stages[s]
+            own, cost = stage_needs(config, spec, cut, alone=fleet.alone)[s], run_cost(config, spec, cut).stages[s]
             of_client = fit.client_needs(config, spec, cut, precision_of(config))[s] if pooled else own
             for n, (peer, offer) in enumerate(zip(machines, offers, strict=True)):
                 need = own if peer.reliable else of_client

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -27,6 +27,8 @@ DTYPES = {
     torch.uint8: "U8",
 }
 """The types that a state may have (``runtime.transfer.blocks.DTYPES``), in safetensors' words."""
+PIECE = 1 << 20
+"""Most numbers of a piece."""
 
 
 def header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, list[str]]:
@@ -49,13 +51,27 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return found
 
 
-def state_buffers(state: Mapping[str, Tensor]) -> list[memoryview]:
-    """The file's bytes in order, in the tensors' own memory: no tensor may change until all bytes were read."""
-    head, names = header({name: (tensor.dtype, tensor.shape) for name, tensor in state.items()})
-    return [memoryview(head), *(tensor_bytes(state[name]) for name in names)]
+class StateBuffers:
+    """The file's bytes in order, again in each iteration: pieces in the tensors' own memory, or copies made one by one of
+    tensors on another device. Numbers of 16 bits become fp32. No tensor may change until all bytes were read."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self._state = state
+        self._head, self._names = header({name: (_stored(t.dtype), t.shape) for name, t in state.items()})
+
+    def __iter__(self) -> Iterator[memoryview]:
+        yield memoryview(self._head)
+        for name in self._names:
+            flat = self._state[name].detach().reshape(-1)
+            for begin in range(0, flat.numel(), PIECE):
+                yield tensor_bytes(flat[begin : begin + PIECE].to(_stored(flat.dtype)))
 
 
-def cut(buffers: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
+def _stored(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def cut(buffers: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
     """Cut ``buffers`` into runs of ``size`` bytes; the last may be shorter."""
     run: list[memoryview] = []
     room = size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ from muletrain.cli.show.doing import doing
 from muletrain.config.dump import dump_toml
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_located, located
+from muletrain.data.chat import resolved
 from muletrain.data.corpus import absolute
 from muletrain.errors import CheckpointError, ConfigError, MuletrainError
 from muletrain.events import EventLog
@@ -295,6 +297,7 @@ def prepare(
                 raise
             say(f"{e}; its sizes are taken from {checkpoint.folder}", soft_wrap=True, markup=False)
             config = config.model_copy(update={"model": checkpoint.config.model})
+        config = config.model_copy(update={"data": resolved(config.data)})
         facts = RunFacts.of(config)
     pick_device(config.compute.device)
     fits(config)
@@ -310,9 +313,19 @@ def prepare(
         raise ConfigError(f"train.data_offset: {config.train.data_offset} lies before the data; give 0 or more")
     with doing("reading the text" if config.data.factory is None else "reading samples") as tell:
         data = facts.data(lambda done: tell(done, None if config.data.factory else "tokenising the text"))
-    facts.source(data)  # raises if the corpus is shorter than one sequence
+    source = facts.source(data)  # raises if the corpus is shorter than one sequence
+    if config.train.epochs is not None:
+        config = with_epochs(config, source.windows)
+        facts = RunFacts.of(config)
     facts.heldout(data)  # raises if a module's own loss could not be measured
     return Prepared(config, facts, data)
+
+
+def with_epochs(config: RunConfig, sequences: int) -> RunConfig:
+    """``config`` with the steps of ``train.epochs`` passes over so many sequences. The last step is a whole one."""
+    assert config.train.epochs is not None
+    steps = max(1, math.ceil(config.train.epochs * sequences / config.train.batch))
+    return _with(config, "train", steps=steps)
 
 
 def tell_of(prepared: Prepared, folder: Path, devices: Sequence[str], first_step: int = 0) -> None:

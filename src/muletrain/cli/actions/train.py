@@ -14,9 +14,9 @@ from muletrain.cli.actions.opening import first_checkpoint, opened, ready, tell_
 from muletrain.cli.actions.planned import check_many, clients_of, indices_of, names_of
 from muletrain.cli.show.console import JsonConsole, LiveConsole, make_console
 from muletrain.cli.show.final_report import final_report, improvement
-from muletrain.config.model_sections import DataConfig
 from muletrain.config.trusted import trusted
 from muletrain.data.corpus import Corpus, absolute
+from muletrain.data.files import EveryColumn
 from muletrain.errors import ConfigError, DataError, MuletrainError
 from muletrain.events import EventTail
 from muletrain.policy.chaos import Bounds, draw, parse
@@ -219,7 +219,7 @@ def join_run(
 def _own_data(path: str) -> str:
     """``--data`` for any working directory. Raises DataError if there is no such corpus."""
     try:
-        Corpus(absolute(path), DataConfig().field)
+        Corpus(absolute(path), EveryColumn())
     except DataError as e:
         raise DataError(f"--data {path}: {str(e).removeprefix('data.path: ')}") from e
     return absolute(path)
@@ -235,6 +235,8 @@ def _serve(session: Session, greeting: str = "") -> None:
     try:
         with session.interruptible():
             with session.console:
+                if isinstance(session.console, JsonConsole):
+                    print(jsonlib.dumps({"kind": "folder", "folder": str(session.folder.resolve())}), flush=True)
                 if greeting:
                     session.say(greeting)
                 ticket = session.begin()
@@ -278,9 +280,11 @@ def report(session: Session) -> None:
         return
     if evaluation is not None and evaluation.before is not None:
         session.say(f"\n{improvement(evaluation)}")
-    compressed = _is_compressed(session.checkpoint)
+    checkpoint = _readable(session.checkpoint)
+    compressed = checkpoint is not None and checkpoint.spec.compression is not None
     own_loss = evaluation is not None and evaluation.own_loss
-    commands = [] if own_loss else [f'muletrain generate {folder} "The "   # more text from this model']
+    prompt, gives = ("Hello!", "an answer") if checkpoint and checkpoint.config.data.counts else ("The ", "more text")
+    commands = [] if own_loss else [f'muletrain generate {folder} "{prompt}"   # {gives} from this model']
     if own_loss and not compressed:
         named = " ".join(f"--factory {name}" for name in trusted())
         commands.append(f"muletrain export {folder} --hf my-model {named}   # its state_dict")
@@ -292,9 +296,9 @@ def report(session: Session) -> None:
         session.say(how)
 
 
-def _is_compressed(checkpoint: Path) -> bool:
-    """Does the model have layers that no export has? Of a checkpoint that cannot be read: as far as known, no."""
+def _readable(folder: Path) -> Checkpoint | None:
+    """The checkpoint; None if it cannot be read."""
     try:
-        return Checkpoint.open(checkpoint).spec.compression is not None
+        return Checkpoint.open(folder)
     except MuletrainError:
-        return False
+        return None

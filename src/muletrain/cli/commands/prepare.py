@@ -25,6 +25,21 @@ def config(
     print(describe(Fleet) if fleet else describe())
 
 
+def data(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Text or conversations, written like data.path.")],
+    overrides: Overrides = None,
+    examples: Annotated[int, typer.Option(min=0, help="Documents to show as they are trained.")] = 3,
+    json: JsonObject = False,
+) -> None:
+    """Show what a run would train on: documents, tokens, and of conversations the tokens that count.
+
+    The first documents are shown as the model reads them, with what it learns to write in green. Give the model and the
+    settings of the run by --set: muletrain data chat.jsonl --set model.from=Qwen/Qwen3-0.6B"""
+    from muletrain.cli.actions.reading import show_data
+
+    show_data(path, overrides or [], examples, json=json)
+
+
 TicketAsked = Annotated[
     str | None,
     typer.Option(

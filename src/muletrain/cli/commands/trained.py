@@ -67,10 +67,17 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from the k likeliest tokens; 0 draws from all.")] = 40,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--text",
+            help="Answer the prompt, asked by the chat template, or continue it. Default: as the model was trained.",
+        ),
+    ] = None,
     factory: Factories = None,
     json: JsonObject = False,
 ) -> None:
-    """Continue a prompt with a trained model.
+    """Continue a prompt with a trained model, or answer it if the model was trained on conversations.
 
     A module of yours (model.factory, which --factory must name) writes text if it was trained on text and its
     forward(inputs), without targets, returns logits."""
@@ -84,9 +91,8 @@ def generate(
     trust(*(factory or ()))
     checkpoint = trained_in(where)
     check_memory(checkpoint.params)
-    text = write(
-        checkpoint, checkpoint.writer(), prompt, max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
-    )
+    options = {"max_tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+    text = write(checkpoint, checkpoint.writer(), prompt, chat=chat, **options)
     if json:
         print(jsonlib.dumps({"step": checkpoint.step, "prompt": prompt, "text": text}))
     else:
@@ -97,8 +103,13 @@ def export(
     where: Where,
     hf: Annotated[
         Path,
-        typer.Option("--hf", metavar="DIR", help="New folder for the Hugging Face checkpoint, or a module's weights."),
+        typer.Option(
+            "--hf", metavar="DIR", help="New folder for the Hugging Face checkpoint, an adapter, or a module's weights."
+        ),
     ],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add a trained adapter to the model, and write the whole model.")
+    ] = False,
     source: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where the folder of model.from is now, if it moved.")
     ] = None,
@@ -108,11 +119,16 @@ def export(
     """Write a Hugging Face checkpoint that 'transformers' loads to the same logits.
 
     It consists of safetensors, config and tokenizer. If the run started from a Hugging Face checkpoint (model.from),
-    everything but the weights stays as it was: special tokens, generation settings, chat template, declared context.
+    everything but the weights stays as it was: special tokens, generation settings, chat template, declared context. Of
+    a model that was trained on conversations, the template is the one of the training.
+
+    Of an adapter (adapter.rank), it is a folder that 'peft' loads; --merge adds the adapter to the model instead, and
+    writes the whole.
 
     Of a module of yours (model.factory, which --factory must name), it is model.safetensors alone: the whole module's
     state_dict, under its own names, for load_state_dict."""
     from muletrain.config.trusted import trust
+    from muletrain.data.chat import plain_template
     from muletrain.model.hf import export_hf
     from muletrain.model.hf_writing import check_new
     from muletrain.runs.checkpoint import Checkpoint
@@ -125,18 +141,29 @@ def export(
             "the model was trained with layers that compress between stages (model.compression), and no architecture of transformers has "
             "them; 'muletrain eval', 'muletrain generate' and 'run --resume' take the checkpoint as it is"
         )
-    if checkpoint.spec.own_loss:
+    adapted = checkpoint.config.adapter.rank is not None
+    if merge and not adapted:
+        raise CheckpointError("--merge: the run trained no adapter (adapter.rank); leave it out")
+    if adapted and not merge:
+        checkpoint.export_adapter(hf, checkpoint.source(source))
+        remark, written = (
+            None,
+            f"wrote {hf}: load it with peft.PeftModel.from_pretrained(model, '{hf}'), or merge it by --merge",
+        )
+    elif checkpoint.spec.own_loss:
         file, remark = checkpoint.export_module(hf, dtype)
         written = f"wrote {file}: module.load_state_dict(safetensors.torch.load_file(...)) takes it"
     else:
+        weights, spec = checkpoint.merged() if merge else (checkpoint.weights(), checkpoint.spec)
         remark = export_hf(
-            checkpoint.weights(),
-            checkpoint.spec,
+            weights,
+            spec,
             checkpoint.tokenizer_json,
             hf,
             end_of_text=checkpoint.encoder.end_token,
             source=checkpoint.source(source),
             dtype=dtype,
+            chat_template=plain_template(checkpoint.config.data),
         )
         written = f"wrote {hf}: load it with transformers.AutoModelForCausalLM.from_pretrained('{hf}')"
     print("\n".join(filter(None, (remark, written))))

@@ -26,11 +26,15 @@ def summary_table(e: RunPrepared) -> Table:
 
 def _data(e: RunPrepared) -> list[str]:
     own = e.documents
-    trained = f"{plural(own['documents'], 'document')}, " if own else ""
+    noun = "conversation" if own.get("counted") else "document"
+    trained = f"{plural(own['documents'], noun)}, " if own else ""
     lines = [f"{e.data}: {trained}{e.train:,} {e.unit} to train on"]
-    heldout = f"{plural(own['heldout_documents'], 'document')}, " if own.get("heldout_documents") else ""
+    heldout = f"{plural(own['heldout_documents'], noun)}, " if own.get("heldout_documents") else ""
     ends = f", ends of {plural(own['ends'], 'long document')} among them" if own.get("ends") else ""
     lines.append(f"held out: {heldout}{e.heldout:,} {e.unit}{ends}" if e.heldout else "nothing is held out")
+    if own.get("counted"):
+        share = own["padding"] / (e.train + e.heldout)
+        lines.append(f"{own['counted']:,} tokens count towards the loss; {share:.0%} of the sequences are padding")
     return [*lines, *e.changes]
 
 

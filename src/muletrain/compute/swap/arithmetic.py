@@ -49,6 +49,8 @@ class Passage:
     targets: Tensor | None = None
     grad: Tensor | None = None
     accumulate: bool = False
+    weight: float = 1.0
+    """Of the loss (``checks.weighed``)."""
     between: Region | None = None
     """The input of each sub-model but the first, and later the gradient, each fp32 [B, T, D]."""
     loss: float = 0.0
@@ -157,6 +159,7 @@ class SwappedArithmetic:
                 leaf = self._leaf(x, last)
                 assert p.targets is not None  # at the last stage
                 loss = model.loss(leaf, p.targets, self._masks(p), self.scale.of(p.mb.step))
+                loss = loss if p.mb.heldout else loss * p.weight
                 p.loss = float(loss.detach())
             if p in back:
                 seed = torch.full_like(loss, self.scale.of(p.mb.step))

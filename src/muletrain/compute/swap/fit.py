@@ -17,7 +17,15 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from muletrain.compute.estimate import Finer, SwapMemory, client_memory, stage_memory, tied_bytes
+from muletrain.compute.estimate import (
+    LAMB_TENSORS,
+    Finer,
+    SwapMemory,
+    client_memory,
+    largest_tensor,
+    stage_memory,
+    tied_bytes,
+)
 from muletrain.compute.swap.backing import update_window
 from muletrain.compute.swap.chain import chain_cut
 from muletrain.compute.swap.loading import device_window
@@ -46,8 +54,8 @@ PASSING = 8
 and gradient, prefetched; and the tensor that is leaving."""
 WINDOWS = 8
 """Windows of numbers in memory while weights are updated."""
-TENSORS, TENSORS_IN_MEMORY = 8, 3
-"""Temporaries, in sizes of the tensor, of a LAMB update: of a state on a disk, and in memory (measured: 2.98)."""
+TENSORS = 8
+"""Temporaries, in sizes of the tensor, of a LAMB update of a state on a disk."""
 SHARES = 1.0, 0.8, 0.6, 0.4
 """Of the room on the device, for sub-models that take turns: the cuts that are compared."""
 HIDDEN_COST = 0.22
@@ -136,9 +144,7 @@ def swap_memory(
     goes_on = 4 * tokens * spec.width
     windows = 4 * WINDOWS * update_window(params)
     beside = PASSING * goes_on + windows + 4 * device_window(params) + spec.tables_bytes(tokens // spec.context)
-    head_params = (spec.head_params + spec.copied_params(cut, stage)) * (stage == len(cut) - 1)
-    ends = spec.embedding_params * (stage == 0), head_params
-    largest = max(*ends, spec.largest_tensor)
+    largest = largest_tensor(spec, cut, stage)
     update = 4 * TENSORS * largest if lamb else windows  # nothing else is there then
     finer = [
         Finer(inside, max(update, beside + int(needed)), int(between) * microbatches)
@@ -150,7 +156,7 @@ def swap_memory(
         state=4 * params + 8 * trained,
         gradients=(4 if alone else 20) * trained,
         between=(len(blocks) - 1) * goes_on * microbatches,
-        update=4 * (TENSORS_IN_MEMORY * largest if lamb else min(params, IN_PLACE * update_window(params))),
+        update=4 * (LAMB_TENSORS * largest if lamb else min(params, IN_PLACE * update_window(params))),
         tied=tied_bytes(spec, cut, stage),
         disk=disk,
         alone=alone,
@@ -216,7 +222,7 @@ def _refined(
 def stage_needs(
     config: RunConfig, spec: Model, cut: Cut, precision: Precision, *, alone: bool = False
 ) -> list[StageMemory]:
-    """Memory needs of each stage of a run, swapped or not. ``alone``: see ``SwapMemory``."""
+    """Memory needs of each stage of a run, swapped or not. ``alone``: see ``stage_memory``."""
     strategy, optimizer = strategy_of(config), config.optimizer
     tokens, most = config.train.microbatch * spec.context, min(strategy.capacity(len(cut)), config.microbatches)
     needs = [
@@ -230,6 +236,8 @@ def stage_needs(
             state_on_cpu=optimizer.state_device == "cpu",
             graphs=most if config.compute.checkpointing == "never" else 1,
             checkpointing=config.compute.checkpointing,
+            lamb=optimizer.name == "lamb",
+            alone=alone,
         )
         for s in range(len(cut))
     ]

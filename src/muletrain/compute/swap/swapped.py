@@ -387,9 +387,12 @@ class SwappedCompute(ThreadedCompute):
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
         self._check(mb, inputs)
+        vocab = self._spec.vocab
+        declared = self._spec.targets
+        targets, weight = checks.weighed(targets, declared, inputs.shape[1], vocab, self._setup.microbatches)
         checks.check_targets(targets, inputs, self._spec, self._setup.sequences)
-        checks.check_sample_values("targets", targets, self._spec.vocab + mb.heldout)
-        passage = Passage(mb, inputs, targets, accumulate=accumulate)
+        checks.check_sample_values("targets", targets, vocab + (mb.heldout or weight is not None))
+        passage = Passage(mb, inputs, targets, accumulate=accumulate, weight=1.0 if weight is None else weight)
         try:
             await self.rounds.call("loss", turn, self._on_device(self.arithmetic.loss), passage)
         finally:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from muletrain.errors import ConfigError
 from muletrain.model.module import StageModule
+from muletrain.model.traced.adapter import ENTRY, put_in
 from muletrain.model.traced.export import INSIDE, first_line, first_names
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.M
     """The model on the meta device, in training mode. Raises ConfigError for an architecture that the installed
     ``transformers`` does not have, or that is no causal language model."""
     config = checked(config)
+    adapter = config.pop(ENTRY, None)
     with quiet():
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
         from transformers import __version__ as version
@@ -172,7 +174,8 @@ def build(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.M
                 f"model.from: config.json does not describe a {kind!r} model: {type(e).__name__}: {first_line(e)}; correct what it "
                 f"says"
             ) from e
-    return _all_parameters(model).train()
+    model = _all_parameters(model)
+    return (model if adapter is None else put_in(model, adapter)).train()
 
 
 def _all_parameters(model: nn.Module) -> nn.Module:

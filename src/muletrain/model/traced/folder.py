@@ -3,6 +3,7 @@ parameters."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -13,6 +14,7 @@ from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.hf import rope_of, spec_in
 from muletrain.model.hf_files import Stored, read_json, same, stored, without_place
 from muletrain.model.native import is_native
+from muletrain.model.traced.adapter import ENTRY, in_base
 from muletrain.model.traced.chain import TracedModel
 
 if TYPE_CHECKING:
@@ -28,17 +30,29 @@ USUAL_CONTEXT = 1024
 
 
 def import_traced(
-    folder: Path, *, context: int | None = None, dropout: float | None = None, untie: bool = False
+    folder: Path,
+    *,
+    context: int | None = None,
+    dropout: float | None = None,
+    untie: bool = False,
+    adapter: dict[str, Any] | None = None,
 ) -> TracedModel:
-    """The chain of the model in ``folder``. ``context`` limits the sequence length; ``dropout`` replaces every dropout
-    probability of the configuration. Tensors that ``config.json`` ties and that differ are not tied. Raises
-    CheckpointError for weights that do not fit the architecture, and ConfigError for a model that cannot be built,
-    traced or cut."""
+    """The chain of the model in ``folder``, with ``adapter`` (``adapter.described``). ``context`` limits the sequence
+    length; ``dropout`` replaces every dropout probability of the configuration. Tensors that ``config.json`` ties and
+    that differ are not tied. Raises CheckpointError for weights that do not fit the architecture, and ConfigError for a
+    model that cannot be built, traced or cut."""
     model = traced_in(folder, context=context, dropout=dropout, untie=untie)
     if not untie and stored(folder).keys() != model.shapes.keys() and other_heads(folder):
         model = traced_in(folder, context=context, dropout=dropout, untie=True)
     load_traced(folder, model)
-    return model
+    return with_adapter(model, adapter)
+
+
+def with_adapter(model: TracedModel, adapter: dict[str, Any] | None) -> TracedModel:
+    """``model`` with ``adapter``; None: without."""
+    config = {name: value for name, value in model.config.items() if name != ENTRY}
+    config |= {} if adapter is None else {ENTRY: adapter}
+    return dataclasses.replace(model, architecture=json.dumps(config, sort_keys=True))
 
 
 def check_config(folder: Path, *, context: int | None = None, dropout: float | None = None, untie: bool = False) -> int:
@@ -97,6 +111,9 @@ def load_traced(folder: Path, model: TracedModel) -> Callable[[str], Tensor]:
     """A loader of the fp32 weights in ``folder`` by name, one tensor at a time. Names and shapes are checked before the
     return. If an older version of ``transformers`` wrote the folder with old names, the whole model is read through
     ``transformers``. Raises CheckpointError, also for tensors that the model does not take."""
+    if ENTRY in model.config:
+        load = load_traced(folder, with_adapter(model, None))
+        return lambda name: load(in_base(name))
     tensors = stored(folder)
     where = _stored_names(folder, model, tensors)
     if where is None:

@@ -24,7 +24,7 @@ from muletrain.events import CheckpointFailed, CheckpointWritten, PartNotKept, T
 from muletrain.policy.checkpoints import keepers
 from muletrain.runtime.checkpoint.messages import AskPart, CheckpointEnd, PartReady, largest_part
 from muletrain.runtime.checkpoint.store import Key, PartFacts, PartsGone
-from muletrain.wire.statefile import state_buffers
+from muletrain.wire.statefile import StateBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -222,7 +222,7 @@ class PartReplicas:
         opened.here.add(stage)
         self._book.parts.setdefault(opened.key, {})[stage] = facts
 
-    async def store(self, opened: OpenCheckpoint, stage: int, facts: PartFacts, buffers: list[memoryview]) -> str:
+    async def store(self, opened: OpenCheckpoint, stage: int, facts: PartFacts, buffers: StateBuffers) -> str:
         """Write a part to the place. Returns the reason if the checkpoint fails because of that, else an empty text."""
         place, key, failed = self._place, opened.key, None
         if self._tidied:
@@ -355,7 +355,7 @@ class PartExchange:
         ctx, stage = self._ctx, self._ctx.roster.own.stage
         try:
             state = await self._replicas.read(key, stage)
-            if (await ctx.tasks.aside(PartFacts.of, state_buffers(state))).digest == digest:
+            if (await ctx.tasks.aside(PartFacts.of, StateBuffers(state))).digest == digest:
                 return state
         except CheckpointError:
             pass
@@ -365,7 +365,7 @@ class PartExchange:
         """Take a part from ``holders``. Raises NetworkError, or ProtocolError if the digest differs from ``facts``."""
         ask = AskPart(step=key.step, lineage=key.lineage, stage=stage)
         state = await self._receiver.take_part(ask, *key, holders, facts.size)
-        if (await self._ctx.tasks.aside(PartFacts.of, state_buffers(state))).digest != facts.digest:
+        if (await self._ctx.tasks.aside(PartFacts.of, StateBuffers(state))).digest != facts.digest:
             raise ProtocolError(f"stage {stage}'s part of checkpoint {key.step}: its content is not what was announced")
         return state
 
@@ -525,7 +525,7 @@ class Checkpointing:
     async def _write(self, key: Key, state: dict[str, Tensor]) -> None:
         ctx, stage = self._ctx, self._ctx.roster.own.stage
         opened = self.open(key)
-        buffers = state_buffers(state)
+        buffers = StateBuffers(state)
         facts = await ctx.tasks.aside(PartFacts.of, buffers)
         if self.roles.shares_target() and (why := await self.replicas.store(opened, stage, facts, buffers)):
             await self.fail(key, why)
@@ -678,7 +678,7 @@ class Checkpointing:
                 if opened.parts.get(stage) == facts:
                     del opened.parts[stage], opened.holders[stage]
                 raise
-            if not opened.ended and (why := await self.replicas.store(opened, stage, facts, state_buffers(state))):
+            if not opened.ended and (why := await self.replicas.store(opened, stage, facts, StateBuffers(state))):
                 await self.fail(key, why)
         if stage in opened.here:
             await self.announce(opened, stage, facts)

@@ -30,7 +30,7 @@ from muletrain.runtime.core.disk import Disk
 from muletrain.wire.statefile import cut
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import IO
 
 Sha256 = Field(pattern="^[0-9a-f]{64}$")
@@ -109,12 +109,13 @@ class PartFacts(NamedTuple):
     digest: bytes
 
     @classmethod
-    def of(cls, buffers: Sequence[memoryview]) -> PartFacts:
+    def of(cls, buffers: Iterable[memoryview]) -> PartFacts:
         """The facts of the file with the content ``buffers``."""
-        digest = hashlib.sha256()
+        size, digest = 0, hashlib.sha256()
         for buffer in buffers:
+            size += len(buffer)
             digest.update(buffer)
-        return cls(sum(map(len, buffers)), digest.digest())
+        return cls(size, digest.digest())
 
 
 class PartsGone(OSError):
@@ -140,7 +141,7 @@ class CheckpointStore(ABC):
     def _identity(self) -> str:
         """A text that all peers that share the place see."""
 
-    def write_part(self, key: Key, stage: int, buffers: Sequence[memoryview]) -> None:
+    def write_part(self, key: Key, stage: int, buffers: Iterable[memoryview]) -> None:
         """Write a part of a checkpoint that is not complete yet."""
         self._write(f"{self._open(key)}/{_file(stage)}", buffers)
 
@@ -210,7 +211,7 @@ class CheckpointStore(ABC):
             if step < stay[0]:  # two checkpoints of one step belong to two histories, and both stay
                 self._remove(name)
 
-    def _pieces(self, buffers: Sequence[memoryview], file: IO[bytes]) -> Iterator[None]:
+    def _pieces(self, buffers: Iterable[memoryview], file: IO[bytes]) -> Iterator[None]:
         """Write ``buffers``, and yield after each piece."""
         for run in cut(buffers, PIECE):
             for buffer in run:
@@ -247,7 +248,7 @@ class CheckpointStore(ABC):
     def _names(self) -> list[str]: ...
 
     @abstractmethod
-    def _write(self, path: str, buffers: Sequence[memoryview]) -> None: ...
+    def _write(self, path: str, buffers: Iterable[memoryview]) -> None: ...
 
     @abstractmethod
     def _read(self, path: str) -> bytes: ...
@@ -324,7 +325,7 @@ class Folder(CheckpointStore):
     def _names(self) -> list[str]:
         return os.listdir(self._root) if self._root.is_dir() else []
 
-    def _write(self, path: str, buffers: Sequence[memoryview]) -> None:
+    def _write(self, path: str, buffers: Iterable[memoryview]) -> None:
         target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
@@ -381,7 +382,7 @@ class Store(CheckpointStore):
         except FileNotFoundError:
             return []
 
-    def _write(self, path: str, buffers: Sequence[memoryview]) -> None:
+    def _write(self, path: str, buffers: Iterable[memoryview]) -> None:
         full = f"{self._root}/{path}"
         self._fs.makedirs(full.rsplit("/", 1)[0], exist_ok=True)
         with self._fs.open(full, "wb") as file:

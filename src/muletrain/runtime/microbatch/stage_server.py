@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from muletrain.compute.base import Microbatch
-from muletrain.compute.checks import check_sample_values, is_finite
+from muletrain.compute.checks import check_sample_values, check_target_values, is_finite
 from muletrain.compute.slot import Turn
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import MicrobatchServed, MicrobatchTaken
@@ -244,7 +244,7 @@ class StageServer:
         self.ctx.worked("receive", "decode", begin, job.message.step, job.message.index)
         if job.message.stage == 0:
             check_sample_values("forward", inputs, self.ctx.plan.vocab)
-        check_sample_values("forward", targets, self.ctx.plan.vocab + job.heldout)
+        check_target_values(targets, self.ctx.plan.targets, self.ctx.plan.vocab, heldout=job.heldout)
         if job.message.stage == 0 and job.message.trainer != self.ctx.net.peer_id and not job.heldout:
             self.data.check(job.message, inputs, targets)
         if job.message.stage > 0 and not await self.ctx.compute.offload(is_finite, inputs):

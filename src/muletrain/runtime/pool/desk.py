@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from muletrain.compute.base import Microbatch
-from muletrain.compute.checks import is_finite
+from muletrain.compute.checks import is_finite, weighed
 from muletrain.errors import MuletrainError, NetworkError
 from muletrain.optim.sketch import unpacked
 from muletrain.policy.passes import LAST, Given, Part, Pass
@@ -283,8 +283,18 @@ class PartsDesk:
             self.clients.tell(kept.forward_at, Withdraw(number=kept.forward_number))
         if call is not None:
             call.fill(part, loss, values)
-            self._checks.counted(part, loss)
+            self._checks.counted(part, loss, self._worth(part, kept))
         return kept
+
+    def _worth(self, part: Part, kept: KeptPart | None = None) -> float:
+        """Sequences of ``part``: those that its targets that count are worth, if not all do."""
+        kept = kept or self._parts.find(part)
+        if part.what is not Pass.LOSS or kept is None or kept.targets is None:
+            return part.rows
+        plan = self.plan
+        length, targets = plan.sequence_length(part.step), decode(kept.targets)
+        _, weight = weighed(targets, plan.targets, length, plan.vocab, plan.microbatches)
+        return part.rows if weight is None else weight * plan.sequences
 
     def _accumulated(
         self, worker: PeerId, number: int, part: Part, kept: KeptPart, call: Call | None, claim: Sketch | None
@@ -317,7 +327,7 @@ class PartsDesk:
         fine = claim is None or bool(np.isfinite(claim).all())
         fine &= values is None or await self.inner.offload(is_finite, values)
         drawn, part = None, self.pool.part(worker, message.number)
-        if part is not None and (fine := fine and self._checks.believes(part, message.loss)):
+        if part is not None and (fine := fine and self._checks.believes(part, message.loss, self._worth(part))):
             drawn = await self._checks.drawn(part.what, part.rows, values, claim, self.seed(part.step))
         if (part := self.pool.part(worker, message.number)) is None:  # the part was taken back meanwhile
             self.clients.tell(worker, Counted(number=message.number, counts=False))

@@ -158,7 +158,7 @@ def scheduled(question: Question, scene: Scene, schedule: Schedule, pipelines: i
 
     def backward_s(kind: Kind, stage: int) -> float:
         offer, need = question.offer(kind.name), needs[stage]
-        if kind.declared or stage == len(needs) - 1 or kept * need.on(offer).activations <= stash_room(offer, need):
+        if kind.declared or stage == len(needs) - 1 or kept * need.on(offer).graph <= stash_room(offer, need):
             return kind.backward_s[stage]
         return max(kind.backward_s[stage], 3 * kind.forward_s[stage])
 

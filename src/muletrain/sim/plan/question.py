@@ -177,7 +177,7 @@ class Question:
         return self.run.model_copy(update={"train": self.run.train.model_copy(update={"microbatch": microbatch})})
 
     def needs(self, scene: Scene) -> list[StageMemory]:
-        return stage_needs(scene.run, self.spec, scene.setting.cut, alone=len(self.fleet.peers()) == 1)
+        return stage_needs(scene.run, self.spec, scene.setting.cut, alone=self.fleet.alone)
 
     def peer(self, entry: str) -> FleetPeer:
         return next(p for p, m in zip(self.firsts, self.fleet.machines, strict=True) if m.name == entry)

@@ -52,7 +52,7 @@ class Bounds:
         self._averaged, self._delayed = whole.averaged_bytes, run.optimizer.delayed
         several = run_cost(run, spec, spec.cut(2)) if spec.most_stages > 1 else None
         self._boundary = min(several.forward_bytes[1], several.backward_bytes[1]) if several else math.inf
-        (need,) = stage_needs(run, spec, spec.cut(1))
+        (need,) = stage_needs(run, spec, spec.cut(1), alone=True)
         self.reaches = []
         for n, peer in enumerate(question.firsts):
             per_s = math.inf if question.paced else 1 / sum(service_s(whole, flops_of(n, peer)[0], recompute=False))

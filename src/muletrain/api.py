@@ -1,0 +1,495 @@
+"""muletrain from Python: ``muletrain.train``, ``start``, ``join`` and ``load``.
+
+A run is the process of the command (``python -m muletrain``), with the settings of its TOML file, so scripts need no
+``__main__`` guard, and notebooks no event loop. The process ends in order when its Python does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from muletrain.cli.show.console import LiveConsole
+from muletrain.errors import CheckpointError, ConfigError, MuletrainError
+from muletrain.events import CheckpointWritten, Evaluated, StepDone
+from muletrain.events.event import EventError, parse
+from muletrain.runs.view import RunView
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+
+    from torch import nn
+
+    from muletrain.events import Event
+    from muletrain.runs.checkpoint import Checkpoint
+
+E = TypeVar("E", bound="Event")
+OWNER = "MULETRAIN_OWNER"
+"""Environment variable: the process that a command belongs to (``cli.main``)."""
+STOP_S = 120.0
+"""Longest wait for a run to end in order when its Python ends [s]."""
+_SAID = 50
+"""Lines of the process' standard error that an error quotes from."""
+
+
+class Events:
+    """The events of a run from the first on, until it ends: iterate, also with ``async for``."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __iter__(self) -> Iterator[Event]:
+        queue_: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        with self._run._news:
+            for event in self._run._events:
+                queue_.put(event)
+            if self._run._ended:
+                queue_.put(None)
+            self._run._readers.append(queue_.put)
+        try:
+            while (found := queue_.get()) is not None:
+                yield found
+        finally:
+            with self._run._news:
+                self._run._readers.remove(queue_.put)
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        import asyncio
+
+        events, end = iter(self), object()
+        while (found := await asyncio.to_thread(next, events, end)) is not end:
+            yield found  # type: ignore[misc]
+
+
+class Run:
+    """A run of this machine, as ``train``, ``start`` and ``join`` begin it."""
+
+    def __init__(self, command: list[str], *, show: bool = True, kept: object = None) -> None:
+        """``command``: arguments of ``muletrain``. ``show``: print progress, as the command would. ``kept``: files that
+        are needed as long as this object."""
+        self._kept = kept
+        self.view = RunView(whole=command[0] != "join")
+        self.folder: Path | None = None
+        self.ticket: str | None = None
+        """For ``join`` on other machines, once the run waits for them (``start``)."""
+        self._news = threading.Condition()
+        self._events: list[Event] = []
+        self._readers: list[Callable[[Event | None], None]] = []
+        self._callbacks: list[tuple[type[Any], Callable[[Any], object]]] = []
+        self._failure: BaseException | None = None
+        self._ended = False
+        self._said: deque[str] = deque(maxlen=_SAID)
+        self._console = LiveConsole(self.view) if show else None
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "muletrain", *command, "--json"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            env={**os.environ, OWNER: str(os.getpid())},
+            start_new_session=True,  # Ctrl-C is this process', which stops the run in order
+        )
+        _running.add(self)
+        self._threads = [
+            threading.Thread(target=target, name=f"muletrain-{target.__name__}", daemon=True)
+            for target in (self._listen, self._read)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # What it says -----------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                self._said.append(line.rstrip())
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines, self._console or contextlib.nullcontext():
+            for line in lines:
+                self._line(line)
+        self._process.wait()
+        self._threads[0].join(5.0)
+        with self._news:
+            self._ended = True
+            for tell in self._readers:
+                tell(None)
+            self._news.notify_all()
+        _running.discard(self)
+
+    def _line(self, line: str) -> None:
+        try:
+            event = parse(line)
+        except EventError:  # what only the command says
+            with contextlib.suppress(ValueError):
+                said = json.loads(line)
+                with self._news:
+                    self.folder = Path(said["folder"]) if said.get("kind") == "folder" else self.folder
+                    self.ticket = said["ticket"] if said.get("kind") == "ticket" else self.ticket
+                    self._news.notify_all()
+            return
+        if self._console is None:
+            self.view.fold(event)
+        else:
+            self._console(event)
+        with self._news:
+            self._events.append(event)
+            for tell in self._readers:
+                tell(event)
+            self._news.notify_all()
+        for callback in [callback for kind, callback in self._callbacks if isinstance(event, kind)]:
+            try:
+                callback(event)
+            except BaseException as e:  # the user's code: ``wait`` raises it
+                self._failure = self._failure or e
+                self.stop()
+
+    def events(self) -> Events:
+        """The events from the first on, as they come (``muletrain.events``)."""
+        return Events(self)
+
+    def on(self, kind: type[E]) -> Callable[[Callable[[E], object]], Callable[[E], object]]:
+        """A decorator: the function gets each event of this kind, in a thread of the run. An error in it stops the run,
+        and ``wait`` raises it."""
+
+        def register(callback: Callable[[E], object]) -> Callable[[E], object]:
+            with self._news:
+                self._callbacks.append((kind, callback))
+            return callback
+
+        return register
+
+    @property
+    def running(self) -> bool:
+        """Does the process run?"""
+        return not self._ended
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self.view.step
+
+    @property
+    def loss(self) -> float | None:
+        """The held-out loss at the end [nats/token], or else that of the last step; None: there is none yet."""
+        with self._news:
+            measured = next((e.loss for e in reversed(self._events) if isinstance(e, Evaluated)), None)
+            return measured or next((e.loss for e in reversed(self._events) if isinstance(e, StepDone)), None)
+
+    def status(self) -> dict[str, Any]:
+        """Steps, loss, tokens/s and peers, as they are now."""
+        stages = {stage: [peer.name for peer in peers] for stage, peers in self.view.stages(present=True).items()}
+        rate = self.view.pace.tokens_per_s(None)
+        return {
+            "step": self.view.step,
+            "steps": self.view.steps,
+            "loss": self.loss,
+            "tokens_per_s": rate,
+            "stages": stages,
+            "running": self.running,
+            "folder": self.folder,
+        }
+
+    # Its end ----------------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Ask the run to end after this step, with a checkpoint; a machine that joined only leaves. Returns at once."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float | None = None) -> Run:
+        """Return at the run's end. KeyboardInterrupt stops the run in order first. Raises MuletrainError with the reason
+        if it failed, TimeoutError, and what a callback raised."""
+        try:
+            with self._news:
+                if not self._news.wait_for(lambda: self._ended, timeout_s):
+                    raise TimeoutError(f"the run has not ended within {timeout_s:g} s")
+        except KeyboardInterrupt:
+            self.stop()
+            with self._news:
+                self._news.wait_for(lambda: self._ended, STOP_S)
+            raise
+        if self._failure is not None:
+            raise self._failure
+        if self._process.returncode in (1, 2):
+            raise MuletrainError(self._reason())
+        return self
+
+    def _reason(self) -> str:
+        """The command's own error, else the end of what it said."""
+        errors = [n for n, line in enumerate(self._said) if line.startswith("error: ")]
+        lines = list(self._said)[errors[-1] :] if errors else list(self._said)
+        return "\n".join(lines).removeprefix("error: ") or f"the run ended with exit code {self._process.returncode}"
+
+    def _waited(self, ready: Callable[[], bool]) -> None:
+        with self._news:
+            self._news.wait_for(lambda: ready() or self._ended)
+        if not ready():
+            self.wait()
+            raise MuletrainError("the run ended before that")
+
+    # What it leaves ---------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The newest checkpoint. Raises CheckpointError if there is none."""
+        with self._news:
+            written = any(isinstance(e, CheckpointWritten) for e in self._events)
+        if self.folder is None or not written:
+            raise CheckpointError("the run has written no checkpoint yet")
+        return load(self.folder)
+
+    def model(self) -> nn.Module:
+        """The trained model on the CPU, in fp32: tokens int64 [B, T] to logits [B, T, V]."""
+        return self.checkpoint.model()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, of the package ``tokenizers``."""
+        return self.checkpoint.encoder.tokenizer
+
+    def export(self, folder: str | Path, *, merge: bool = False, dtype: str = "fp32") -> Path:
+        """Write a Hugging Face folder, or an adapter (see ``muletrain export``). Raises MuletrainError."""
+        more = ["--merge"] if merge else []
+        _command("export", str(self.folder), "--hf", str(folder), "--dtype", dtype, *more)
+        return Path(folder)
+
+    def push(self, name: str, *, private: bool = True, merge: bool = False) -> str:
+        """Upload ``export`` to the Hugging Face Hub as OWNER/NAME. Returns the address."""
+        from huggingface_hub import HfApi
+
+        with tempfile.TemporaryDirectory(prefix="muletrain-push-") as folder:
+            self.export(Path(folder) / "model", merge=merge)
+            api = HfApi()
+            api.create_repo(name, private=private, exist_ok=True)
+            return str(api.upload_folder(repo_id=name, folder_path=str(Path(folder) / "model")))
+
+    def __repr__(self) -> str:
+        return f"<muletrain.Run {self.folder or 'preparing'}: step {self.view.step} of {self.view.steps or '?'}>"
+
+
+_running: weakref.WeakSet[Run] = weakref.WeakSet()
+
+
+@atexit.register
+def _end() -> None:
+    """A script that ends without ``wait`` leaves no process behind."""
+    left = list(_running)
+    for run in left:
+        run.stop()
+    for run in left:
+        with contextlib.suppress(Exception):
+            run._process.wait(STOP_S)
+
+
+def train(
+    config: str | Path | None = None,
+    *,
+    model: Any = None,
+    data: Any = None,
+    tokenizer: Any = None,
+    wait: bool = True,
+    show: bool = True,
+    strategy: str | None = None,
+    **sections: Mapping[str, Any],
+) -> Run:
+    """Train with peers on this machine, as ``muletrain run`` does.
+
+    ``config``: a TOML file. ``model``: a Hugging Face name or folder, a ``transformers`` model (with ``tokenizer``), or
+    fields of the section. ``data``: a path as in ``data.path``, rows (dictionaries, or a ``datasets.Dataset``), or fields
+    of the section. Further ``sections`` as in the file: ``adapter={"rank": 16}, train={"epochs": 2}``. ``wait``: return at
+    the end of the run. Raises MuletrainError.
+    """
+    folders: list[tempfile.TemporaryDirectory[str]] = []
+    command = ["run", *_settings(config, model, data, tokenizer, sections, folders)]
+    run = Run([*command, *(["--strategy", strategy] if strategy else [])], show=show, kept=folders)
+    return run.wait() if wait else run
+
+
+def start(
+    config: str | Path | None = None,
+    *,
+    model: Any = None,
+    data: Any = None,
+    tokenizer: Any = None,
+    port: int = 0,
+    announce: Iterable[str] = (),
+    name: str | None = None,
+    show: bool = True,
+    **sections: Mapping[str, Any],
+) -> Run:
+    """Begin a run on several machines, as ``muletrain start`` does; returns once ``Run.ticket`` is known. Raises
+    MuletrainError."""
+    folders: list[tempfile.TemporaryDirectory[str]] = []
+    command = ["start", *_settings(config, model, data, tokenizer, sections, folders), "--port", str(port)]
+    for address in announce:
+        command += ["--announce", address]
+    run = Run([*command, *([] if name is None else ["--name", name])], show=show, kept=folders)
+    run._waited(lambda: run.ticket is not None)
+    return run
+
+
+def join(ticket: str, *, name: str | None = None, data: str | None = None, show: bool = True) -> Run:
+    """Serve a run with this machine, as ``muletrain join`` does. Returns at once; ``wait`` returns at the end."""
+    command = ["join", ticket, *([] if name is None else ["--name", name]), *([] if data is None else ["--data", data])]
+    return Run(command, show=show)
+
+
+def load(where: str | Path) -> Checkpoint:
+    """The newest checkpoint of a run folder, a checkpoint's folder, or a Hugging Face folder or name: ``model()``,
+    ``encoder``, ``weights()``. Raises MuletrainError."""
+    from muletrain.runs.pretrained import trained_in
+
+    return trained_in(Path(where))
+
+
+def generate(
+    where: str | Path, prompt: str, *, tokens: int = 100, temperature: float = 0.8, chat: bool | None = None
+) -> str:
+    """The text with which a trained model goes on after ``prompt``, or answers it (see ``muletrain generate``)."""
+    from muletrain.runs.result import write
+
+    checkpoint = load(where)
+    return write(
+        checkpoint, checkpoint.writer(), prompt, chat=chat, max_tokens=tokens, temperature=temperature, top_k=40
+    )
+
+
+def doctor() -> dict[str, Any]:
+    """What ``muletrain doctor --json`` finds on this machine."""
+    found: dict[str, Any] = json.loads(_command("doctor", "--json", codes=(0, 1)))
+    return found
+
+
+def plan(
+    fleet: str | Path, *, model: str | None = None, batch: int | None = None, **sections: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What ``muletrain plan --json`` predicts for the machines of a fleet file."""
+    more = [*([] if model is None else ["--model", model]), *([] if batch is None else ["--batch", str(batch)])]
+    found: dict[str, Any] = json.loads(_command("plan", str(fleet), *more, *_sets(sections), "--json"))
+    return found
+
+
+def simulate(
+    fleet: str | Path,
+    *,
+    model: str | None = None,
+    batch: int | None = None,
+    hours: float | None = None,
+    **sections: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What ``muletrain simulate fleet --json`` plays."""
+    more = [*([] if model is None else ["--model", model]), *([] if batch is None else ["--batch", str(batch)])]
+    more += [] if hours is None else ["--hours", str(hours)]
+    found: dict[str, Any] = json.loads(_command("simulate", "fleet", str(fleet), *more, *_sets(sections), "--json"))
+    return found
+
+
+def _command(*arguments: str, codes: tuple[int, ...] = (0,)) -> str:
+    """What a command prints. Raises MuletrainError."""
+    done = subprocess.run([sys.executable, "-m", "muletrain", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode not in codes:
+        lines = done.stderr.strip().splitlines()
+        found = next((n for n, line in enumerate(lines) if line.startswith("error: ")), 0)
+        raise MuletrainError("\n".join(lines[found:]).removeprefix("error: "))
+    return done.stdout
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+def _settings(
+    config: str | Path | None,
+    model: Any,
+    data: Any,
+    tokenizer: Any,
+    sections: Mapping[str, Mapping[str, Any]],
+    folders: list[tempfile.TemporaryDirectory[str]],
+) -> list[str]:
+    """Arguments of a command. What lives in this process is written to ``folders``."""
+    for section, fields in sections.items():
+        if not hasattr(fields, "items"):
+            raise ConfigError(f"{section}={fields!r}: give the fields of the section: {section}={{...}}")
+    found: dict[str, dict[str, Any]] = {name: dict(fields) for name, fields in sections.items()}
+    found["model"] = {**_model(model, tokenizer, folders), **found.get("model", {})}
+    found["data"] = {**_data(data, folders), **found.get("data", {})}
+    return [*([] if config is None else [str(config)]), *_sets(found)]
+
+
+def _sets(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """``--set`` for each field."""
+    words = []
+    for section, fields in sections.items():
+        for name, value in fields.items():
+            words += ["--set", f"{section}.{name}={_toml(value)}"]
+    return words
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_toml(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(str(value) if isinstance(value, Path) else value)
+
+
+def _model(model: Any, tokenizer: Any, folders: list[tempfile.TemporaryDirectory[str]]) -> dict[str, Any]:
+    if tokenizer is not None and not hasattr(model, "save_pretrained"):
+        raise ConfigError(
+            "tokenizer: it belongs to a transformers model that is given with it; otherwise set data={'tokenizer': ...}"
+        )
+    if model is None:
+        return {}
+    if isinstance(model, str | Path):
+        return {"from": str(model)}
+    if hasattr(model, "items"):
+        return dict(model)
+    if hasattr(model, "save_pretrained"):
+        folders.append(tempfile.TemporaryDirectory(prefix="muletrain-model-"))
+        for thing in filter(None, (model, tokenizer)):
+            thing.save_pretrained(folders[-1].name)
+        return {"from": folders[-1].name}
+    raise ConfigError(
+        f"model: {type(model).__name__}; give a name, a folder, a transformers model, or the fields of the section. A module of yours "
+        f"comes from a package: model={{'factory': 'mypackage.models:build'}}"
+    )
+
+
+def _data(data: Any, folders: list[tempfile.TemporaryDirectory[str]]) -> dict[str, Any]:
+    if data is None:
+        return {}
+    if isinstance(data, str | Path):
+        return {"path": str(data)}
+    if hasattr(data, "items"):
+        fields = dict(data)
+        return {**fields, **(_data(fields["path"], folders) if "path" in fields else {})}
+    folders.append(tempfile.TemporaryDirectory(prefix="muletrain-data-"))
+    path = Path(folders[-1].name) / "data.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for n, row in enumerate(data):
+            row = {"text": row} if isinstance(row, str) else row
+            if not hasattr(row, "items"):
+                raise ConfigError(
+                    f"data: row {n} is {type(row).__name__}; give texts, or dictionaries as in a .jsonl file"
+                )
+            file.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
+    return {"path": str(path)}

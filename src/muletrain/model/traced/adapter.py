@@ -1,0 +1,229 @@
+"""Adapters of ``peft`` (LoRA, Hu et al. 2021) in models of ``transformers``: put in before the model is traced, drawn from
+the run's seed, written to and read from peft's folders.
+
+The base keeps its tensors under peft's names ('...q_proj.base_layer.weight') and is not trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import safetensors
+import torch
+from torch import Tensor
+
+from muletrain.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch import nn
+
+    from muletrain.config.model_sections import AdapterConfig
+
+ENTRY = "adapter"
+"""Of an architecture: what ``described`` gives."""
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NAME, _BASE, _OUTER = ".default.", ".base_layer.", "base_model.model."
+"""The adapter's name and the base's in the names of the traced model; the prefix in peft's files."""
+_OTHER = (
+    "use_dora",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "layers_to_transform",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+)
+"""Settings of peft that change the numbers, and that no adapter here has: set in a folder, they are refused."""
+
+
+def described(config: AdapterConfig) -> dict[str, Any]:
+    """The part of an architecture that says which adapter the model has."""
+    assert config.rank is not None
+    return {
+        "rank": config.rank,
+        "alpha": 2.0 * config.rank if config.alpha is None else config.alpha,
+        "dropout": config.dropout,
+        "targets": config.targets if isinstance(config.targets, str) else sorted(config.targets),
+        "rslora": config.rslora,
+    }
+
+
+def is_adapter(name: str) -> bool:
+    """Is this parameter the adapter's?"""
+    return ".lora_" in name
+
+
+def in_base(name: str) -> str:
+    """The name of a base parameter in the model without adapter."""
+    return name.replace(_BASE, ".")
+
+
+def put_in(model: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
+    """``model`` with the adapter, which alone is trained. Raises ConfigError for an adapter that does not fit."""
+    try:
+        from peft import inject_adapter_in_model
+    except ImportError as e:
+        raise ConfigError(
+            "adapter.rank: adapters need the package peft; install it with `pip install 'muletrain[adapters]'`"
+        ) from e
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Conv1D, whose weights peft transposes
+            made: nn.Module = inject_adapter_in_model(_peft(adapter), model)
+    except (ValueError, TypeError) as e:
+        raise ConfigError(
+            f"adapter.targets: {adapter['targets']!r}: {str(e).splitlines()[0]}; give the ends of names of linear layers"
+        ) from e
+    stacked = [path for path, child in made.named_modules() if type(child).__name__ == "ParamWrapper"]
+    if stacked:
+        plain = {
+            path.rpartition(".")[2]
+            for path, child in made.named_modules()
+            if hasattr(child, "lora_A") and path not in stacked
+        }
+        raise ConfigError(
+            f"adapter.targets: {adapter['targets']!r} means the experts of {stacked[0]}, too, which are one tensor, and only linear layers "
+            f"are adapted; set adapter.targets = {json.dumps(sorted(plain - {'base_layer'}))}, or some of these"
+        )
+    for name, parameter in made.named_parameters():
+        side = parameter.shape["lora_A" in name] if is_adapter(name) else adapter["rank"]
+        if adapter["rank"] > side:
+            raise ConfigError(
+                f"adapter.rank: {adapter['rank']}, but {name.partition('.lora_')[0]} has a side of {side}; take a smaller rank, or other "
+                f"adapter.targets"
+            )
+    return made
+
+
+def _peft(adapter: Mapping[str, Any], **more: Any) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=adapter["rank"],
+        lora_alpha=adapter["alpha"],
+        lora_dropout=adapter["dropout"],
+        target_modules=adapter["targets"],
+        use_rslora=adapter["rslora"],
+        task_type="CAUSAL_LM",
+        **more,
+    )
+
+
+def first_weight(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """fp32, as peft begins: A uniform within 1 / sqrt(fan in) (Kaiming, a = sqrt(5)), B zero. Keyed by (seed, name)."""
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
+    draws = np.random.Generator(np.random.Philox(key=key)).random(shape, dtype=np.float32)
+    bound = 1 / math.sqrt(shape[1])
+    return torch.from_numpy(draws).mul_(2 * bound).sub_(bound)
+
+
+# Folders --------------------------------------------------------------------------------------------------------------
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The fields of ``AdapterConfig`` that a peft folder describes. Raises CheckpointError for another kind of
+    adapter."""
+    try:
+        about: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"adapter.from: {folder} holds no adapter of peft ({CONFIG}): {e}") from e
+    other = [name for name in _OTHER if about.get(name)]
+    if about.get("fan_in_fan_out") and other == ["fan_in_fan_out"]:
+        other = []  # follows from the model
+    if about.get("peft_type") != "LORA" or about.get("bias", "none") != "none" or other:
+        raise CheckpointError(
+            f"adapter.from: {folder} is an adapter with {', '.join(other) or about.get('peft_type') or 'bias'}, and only plain LoRA is "
+            f"trained further"
+        )
+    targets = about.get("target_modules")
+    return {
+        "rank": int(about["r"]),
+        "alpha": float(about["lora_alpha"]),
+        "targets": targets if isinstance(targets, str) else sorted(targets or ()),
+        "rslora": bool(about.get("use_rslora")),
+    }
+
+
+def base_of(folder: Path) -> str:
+    """The folder or name of the model that an adapter in a peft folder belongs to. Raises CheckpointError."""
+    try:
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{folder}: cannot read {CONFIG}: {e}") from e
+    if not isinstance(found, str):
+        raise CheckpointError(
+            f"{folder}: {CONFIG} names no base_model_name_or_path, the model that the adapter belongs to; add it"
+        )
+    return found
+
+
+def with_weights(model: nn.Module, folder: Path) -> nn.Module:
+    """``model`` with any adapter of peft added to its weights. Raises CheckpointError."""
+    try:
+        from peft import PeftModel
+
+        found: nn.Module = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    except Exception as e:  # ImportError, and whatever peft raises
+        raise CheckpointError(
+            f"{folder}: the adapter does not fit its model: {str(e).splitlines()[0] if str(e) else e!r}"
+        ) from e
+    return found
+
+
+def reader(folder: Path) -> Callable[[str], Tensor]:
+    """A loader of the adapter's fp32 weights in a peft folder, by the names of the traced model. Raises
+    CheckpointError."""
+    try:
+        with safetensors.safe_open(folder / WEIGHTS, framework="pt") as file:
+            found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 # no mapping
+    except Exception as e:  # of the Rust side
+        raise CheckpointError(f"adapter.from: cannot read {folder / WEIGHTS}: {e}") from e
+
+    def load(name: str) -> Tensor:
+        stored = _stored(name)
+        if stored not in found:
+            raise CheckpointError(f"adapter.from: {folder / WEIGHTS} has no {stored}; is it an adapter of this model?")
+        tensor: Tensor = found[stored]
+        return tensor
+
+    return load
+
+
+def write_adapter(folder: Path, adapter: Mapping[str, Any], weights: Mapping[str, Tensor], base: str | None) -> None:
+    """Write an adapter as peft does. ``base``: the folder or name of the model that it belongs to."""
+    from safetensors.torch import save_file
+
+    own = {_stored(name): tensor.contiguous() for name, tensor in weights.items() if is_adapter(name)}
+    names = {name.partition(".lora_")[0].rpartition(".")[2] for name in own}
+    found = {**adapter, "targets": sorted(names) if adapter["targets"] == "all-linear" else adapter["targets"]}
+    _peft(found, base_model_name_or_path=base, inference_mode=True).save_pretrained(str(folder))
+    save_file(own, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def _stored(name: str) -> str:
+    return _OUTER + name.replace(_NAME, ".")
+
+
+def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of the model without adapter that computes the same. ``model``: with the adapter, on the meta device."""
+    from peft.tuners.lora import LoraLayer
+
+    found = {in_base(name): tensor for name, tensor in weights.items() if not is_adapter(name)}
+    layers: list[tuple[str, Any]] = [
+        (path, child) for path, child in model.named_modules() if isinstance(child, LoraLayer)
+    ]
+    for path, layer in layers:
+        own = {name: weights[f"{path}.{name}"] for name, _ in layer.named_parameters()}
+        layer.load_state_dict(own, assign=True)
+        found[f"{path}.weight"] = weights[f"{path}.base_layer.weight"] + layer.get_delta_weight("default").detach()
+    return found

@@ -1,0 +1,276 @@
+"""Adapters: those of peft, trained as by a plain loop of peft, in its folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from muletrain.config.load import load_config
+from muletrain.data.chat import resolved
+from muletrain.data.tokens import TokenCache
+from muletrain.errors import CheckpointError, ConfigError
+from muletrain.events import StepDone
+from muletrain.model.make import load_model
+from muletrain.runs.assemble import RunFacts, initial_weights, resolve_start
+from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.folder import latest_checkpoint
+from muletrain.runs.pretrained import Pretrained
+
+from .chats import SMOLLM_3, chat_tokenizer, chats, write_rows
+from .fleet_run import checkpoint_weights, run_fleet
+from .reference import train_plainly
+from .test_equivalence import relative_difference
+from .test_survival import command
+from .traced_models import NO_DROPOUT, new_model
+
+if TYPE_CHECKING:
+    from muletrain.events import Event
+    from muletrain.model.dropout import Masks
+    from muletrain.runs.fleet import LocalFleet
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Future", "User")]  # of peft
+VOCAB = 400
+EXACT = [
+    "wire.activations=fp32",
+    "wire.gradients=fp32",
+    "compute.precision=fp32",
+    "compute.threads=1",
+    "model.context=48",
+    "train.steps=20",
+    "train.batch=8",
+    "train.microbatch=2",
+    "optimizer.warmup=5",
+    "optimizer.lr=5e-3",
+    "optimizer.clip=0.5",
+    "adapter.rank=4",
+]
+
+
+def base_of(folder: Path, name: str) -> Path:
+    """A model's folder with a tokenizer that has a chat template."""
+    chat_tokenizer(folder, SMOLLM_3, VOCAB)
+    kept = NO_DROPOUT if name == "gpt2" else {}
+    new_model(name, vocab_size=VOCAB, bos_token_id=0, eos_token_id=1, pad_token_id=0, **kept).save_pretrained(folder)
+    return folder
+
+
+def facts_of(tmp_path: Path, name: str, *overrides: str) -> tuple[RunFacts, TokenCache]:
+    base = tmp_path / "base" if (tmp_path / "base").exists() else base_of(tmp_path / "base", name)
+    data = f"data.path={write_rows(tmp_path / 'chat.jsonl', chats(60, silent=True))}"
+    asked = [*EXACT, f"model.from={base}", data, f"data.cache={tmp_path / 'cache'}", *overrides]
+    config = resolve_start(load_config(None, asked))
+    facts = RunFacts.of(config.model_copy(update={"data": resolved(config.data)}))
+    cache = facts.data()
+    assert isinstance(cache, TokenCache)
+    return facts, cache
+
+
+def first_of(facts: RunFacts) -> dict[str, Tensor]:
+    """The first weights of the run."""
+    whole = RunFacts(facts.config, facts.spec, ((0, facts.spec.layers),))
+    load = initial_weights(whole, 0)
+    assert load is not None
+    return {name: load(name) for name in facts.spec.shapes}  # type: ignore[attr-defined]
+
+
+class Peft(nn.Module):
+    """The same model and adapter, made by peft alone, with the run's first weights of the adapter."""
+
+    def __init__(self, facts: RunFacts, base: Path) -> None:
+        super().__init__()
+        a = facts.config.adapter
+        targets = a.targets if isinstance(a.targets, str) else list(a.targets)
+        asked = LoraConfig(
+            r=a.rank,
+            lora_alpha=a.alpha or 2 * a.rank,
+            target_modules=targets,
+            use_rslora=a.rslora,
+            task_type="CAUSAL_LM",
+        )
+        self.peft = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), asked)
+        first = first_of(facts)
+        for name, parameter in self.peft.named_parameters():
+            if parameter.requires_grad:
+                parameter.data.copy_(first[name.removeprefix("base_model.model.")])
+
+    def forward(self, inputs: Tensor, masks: Masks | None = None) -> Tensor:
+        logits: Tensor = self.peft(input_ids=inputs).logits
+        return logits
+
+
+def own(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("peft.base_model.model."): w for name, w in weights.items() if ".lora_" in name}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("llama-linear", ()),
+        ("gpt2", ("adapter.rslora=true", "adapter.alpha=3")),
+        pytest.param("qwen3", ('adapter.targets=["q_proj", "v_proj"]',), marks=pytest.mark.full),
+        pytest.param(
+            "qwen3-moe", ('adapter.targets=["q_proj", "k_proj", "v_proj", "o_proj"]',), marks=pytest.mark.full
+        ),
+    ],
+)
+def test_a_fleet_trains_an_adapter_as_peft_does_though_a_peer_is_killed(
+    tmp_path: Path, name: str, overrides: tuple[str, ...]
+) -> None:
+    """20 steps, fp32, 2 stages x 2 peers, conversations: adapters within 1e-5 of a plain loop of peft, the base the same
+    bits."""
+    facts, cache = facts_of(tmp_path, name, *overrides)
+    torch.set_num_threads(1)
+    expected, losses = train_plainly(facts, facts.source(cache), Peft(facts, tmp_path / "base"))
+    killed: list[Event] = []
+
+    def watch(fleet: LocalFleet, event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 7 and not killed:
+            os.killpg(fleet.pid("peer-3"), signal.SIGKILL)
+            killed.append(event)
+
+    events = run_fleet(facts.config, tmp_path / "run", watch=watch, lost=frozenset({"peer-3"}))
+    assert killed
+    found, first = checkpoint_weights(tmp_path / "run"), first_of(facts)
+    assert relative_difference(own(found), own(expected)) <= 1e-5
+    assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
+    assert all(torch.equal(found[name], first[name]) for name in first if ".lora_" not in name)
+    trained = sum(w.numel() for name, w in first.items() if ".lora_" in name)
+    cut = facts.cut
+    assert sum(facts.spec.trained_params(cut, s) for s in range(len(cut))) == trained < 0.5 * facts.spec.params
+
+
+@pytest.mark.parametrize("strategy", ["hub", "swap"])
+@pytest.mark.full
+def test_clients_and_swapped_stages_train_adapters(tmp_path: Path, strategy: str) -> None:
+    profile = tmp_path / "fleet.toml"
+    profile.write_text('[[machines]]\nname = "home"\ncount = 8\n[pacing]\nforward_ms = 40.0\nbackward_ms = 80.0\n')
+    hub = ("hub.clients=2", "train.microbatch=4", "train.steps=6", f"fleet.profile={profile}")
+    swap = ("swap.whole=true", "fleet.stages=1", "fleet.peers=2", "train.steps=6")
+    facts, cache = facts_of(tmp_path, "llama-linear", *(hub if strategy == "hub" else swap))
+    torch.set_num_threads(1)
+    expected, losses = train_plainly(facts, facts.source(cache), Peft(facts, tmp_path / "base"))
+    small = {"each": lambda name: {"memory_gib": 0.002}} if strategy == "swap" else {}
+    events = run_fleet(facts.config, tmp_path / "run", **small)  # type: ignore[arg-type]
+    assert relative_difference(own(checkpoint_weights(tmp_path / "run")), own(expected)) <= 1e-5
+    assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
+
+
+def muletrain(where: Path, *arguments: str) -> str:
+    """What the command prints."""
+    done = subprocess.run(command(*arguments, settings=[]), cwd=where, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_from_the_command_line_to_peft_and_back(tmp_path: Path) -> None:
+    """Train, export as an adapter and merged, open both with peft and transformers, and train the adapter further."""
+    base = base_of(tmp_path / "base", "qwen2")
+    data = write_rows(tmp_path / "chat.jsonl", chats(60))
+    asked = [
+        "--set",
+        f"model.from={base}",
+        "--set",
+        f"data.path={data}",
+        "--set",
+        "adapter.rank=4",
+        "--set",
+        "train.steps=3",
+    ]
+    asked += [
+        "--set",
+        "model.context=48",
+        "--set",
+        "fleet.stages=1",
+        "--set",
+        "fleet.peers=1",
+        "--set",
+        "optimizer.lr=0.01",
+    ]
+    muletrain(tmp_path, "run", *asked)
+    run = next((tmp_path / "runs").glob("*-run"))
+    for name, more in (("adapter", ()), ("whole", ("--merge",))):
+        muletrain(tmp_path, "export", str(run), "--hf", name, *more)
+    checkpoint = Checkpoint.open(latest_checkpoint(run))
+    tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = load_model(checkpoint.spec, checkpoint.weights())(tokens)
+        plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        before = plain(tokens).logits
+        theirs = PeftModel.from_pretrained(plain, tmp_path / "adapter")(tokens).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)(tokens).logits
+    assert not torch.allclose(before, ours, atol=1e-3), "it has learned something"
+    torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged, ours, rtol=1e-4, atol=1e-4)
+    for folder in ("adapter", "whole"):
+        assert AutoTokenizer.from_pretrained(tmp_path / folder).chat_template == SMOLLM_3
+    found = Pretrained.of(str(tmp_path / "adapter")).model()
+    torch.testing.assert_close(found(tokens), ours, rtol=1e-4, atol=1e-4)
+    facts, _ = facts_of(tmp_path, "qwen2", "adapter.rank=none", f"adapter.from={tmp_path / 'adapter'}")
+    assert facts.config.adapter.rank == 4
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for name, weight in own(first_of(facts)).items():
+        assert torch.equal(weight, stored["base_model.model." + name.replace(".default.", ".")])
+    assert "What is" not in muletrain(tmp_path, "generate", str(run), "What is 2 plus 2?", "--tokens", "4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (['adapter.targets=["nothing"]'], r"adapter.targets: \['nothing'\]: Target modules .* not found"),
+        (["adapter.rank=100"], r"adapter.rank: 100, but .* has a side of \d+; take a smaller rank"),
+        (["adapter.rank=none", "adapter.alpha=3"], r"adapter.alpha: 3.0 has no effect without adapter.rank"),
+        (["adapter.rank=none", "adapter.from=nowhere"], r"adapter.from: .*nowhere holds no adapter of peft"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path: Path, overrides: list[str], why: str) -> None:
+    base_of(tmp_path / "base", "qwen2")
+    with pytest.raises((ConfigError, CheckpointError), match=why):
+        facts_of(tmp_path, "qwen2", *overrides)
+
+
+def test_experts_are_no_linear_layers(tmp_path: Path) -> None:
+    base_of(tmp_path / "base", "qwen3-moe")
+    with pytest.raises(
+        ConfigError, match=r"the experts of .*mlp.*set adapter.targets = \[\"k_proj\", \"o_proj\", \"q_proj\""
+    ):
+        facts_of(tmp_path, "qwen3-moe")
+
+
+def test_an_adapter_needs_a_model() -> None:
+    with pytest.raises(ConfigError, match=r"belongs to a trained model; name one by model.from"):
+        resolve_start(load_config(None, ["adapter.rank=4"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"use_dora": True}, "is an adapter with use_dora, and only plain LoRA"),
+        ({"bias": "all"}, "is an adapter with LORA|bias"),
+        ({"peft_type": "IA3"}, "is an adapter with IA3"),
+    ],
+)
+def test_other_adapters_are_refused(tmp_path: Path, change: dict[str, Any], why: str) -> None:
+    folder = tmp_path / "adapter"
+    LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM").save_pretrained(str(folder))
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    base_of(tmp_path / "base", "qwen2")
+    with pytest.raises(CheckpointError, match=why):
+        facts_of(tmp_path, "qwen2", "adapter.rank=none", f"adapter.from={folder}")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": False, "bias": "none", "peft_type": "LORA"}))
+    facts, _ = facts_of(tmp_path, "qwen2", "adapter.rank=none", f"adapter.from={folder}")
+    with pytest.raises(CheckpointError, match=r"cannot read .*adapter_model.safetensors"):
+        first_of(facts)
+    with pytest.raises(ConfigError, match=r"adapter.rank: 8 beside adapter.from, which has 4"):
+        facts_of(tmp_path, "qwen2", "adapter.rank=8", f"adapter.from={folder}")

@@ -1,0 +1,178 @@
+"""muletrain from Python: scripts, event loops, callbacks, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import muletrain
+from muletrain.errors import ConfigError, MuletrainError
+from muletrain.events import RunFinished, RunStarted, StepDone
+
+from .chats import SMOLLM_3, chat_tokenizer, chats
+from .traced_models import new_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TINY: dict[str, Any] = {
+    "model": {"width": 16, "heads": 2, "layers": 2, "context": 16, "vocab": 300},
+    "train": {"steps": 6, "batch": 4, "microbatch": 2},
+    "fleet": {"peers": 2},
+    "compute": {"threads": 1, "precision": "fp32"},
+    "data": [f"Mule {k} carries {k * k} bags over pass {k % 7}, and rests at hut {k % 5}.\n" * 8 for k in range(60)],
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_script_trains_and_takes_the_model_home(capfd: pytest.CaptureFixture[str]) -> None:
+    run = muletrain.train(**TINY)
+    assert "step 6/6" in capfd.readouterr().out
+    assert not run.running
+    assert run.step == 6
+    assert run.loss is not None
+    assert run.loss < 7
+    assert run.model()(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 300)
+    assert run.tokenizer.decode(run.tokenizer.encode("a mule", add_special_tokens=False).ids) == "a mule"
+    assert (run.export("out") / "model.safetensors").exists()
+    assert run.folder is not None
+    assert muletrain.load(run.folder).step == 6
+    assert muletrain.generate(run.folder, "A mule", tokens=3).startswith("A mule")
+    assert [e.step for e in run.events() if isinstance(e, StepDone)] == list(range(1, 7)), "also afterwards"
+
+
+def test_rows_and_a_model_of_the_script_become_an_adapter(here: Path) -> None:
+    """What lives in the script: a model and a tokenizer of transformers, and rows."""
+    tokenizer = chat_tokenizer(here / "tokenizer", SMOLLM_3, 400)
+    model = new_model("qwen2", vocab_size=400, bos_token_id=0, eos_token_id=1, pad_token_id=0)
+    run = muletrain.train(
+        model=model,
+        tokenizer=tokenizer,
+        data=chats(40),
+        adapter={"rank": 4, "targets": ["q_proj", "v_proj"]},
+        train={"epochs": 1, "batch": 4, "microbatch": 2},
+        fleet={"peers": 1, "stages": 1},
+        compute={"threads": 1, "precision": "fp32"},
+        show=False,
+    )
+    assert {f.name for f in run.export("adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert (run.export("whole", merge=True) / "model.safetensors").exists()
+
+
+def test_events_come_while_it_trains_and_a_callback_stops_it() -> None:
+    run = muletrain.train(**(TINY | {"train": {"steps": 500, "batch": 4, "microbatch": 2}}), wait=False, show=False)
+
+    @run.on(muletrain.events.StepDone)
+    def stop_early(event: StepDone) -> None:
+        if event.step == 5:
+            run.stop()
+
+    async def watched() -> list[str]:
+        return [event.kind async for event in run.events()]
+
+    kinds = asyncio.run(watched())
+    run.wait(60)
+    assert {RunStarted.kind, StepDone.kind, RunFinished.kind} <= {*kinds}
+    assert 5 <= run.step < 500
+    assert run.checkpoint.step == run.step
+    assert run.status()["running"] is False
+
+
+def test_what_a_callback_raises_ends_the_run() -> None:
+    run = muletrain.train(**(TINY | {"train": {"steps": 500, "batch": 4, "microbatch": 2}}), wait=False, show=False)
+
+    @run.on(muletrain.events.StepDone)
+    def fails(event: StepDone) -> None:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        run.wait(60)
+    assert run.step < 500
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda: muletrain.train(model={"width": 15, "heads": 2}), r"model.heads: 2 heads do not divide"),
+        (lambda: muletrain.train(modle={"width": 16}), r"modle"),
+        (lambda: muletrain.train(train=3), r"train=3: give the fields of the section"),  # type: ignore[arg-type]
+        (lambda: muletrain.train(model=7), r"model: int; give a name, a folder"),
+        (lambda: muletrain.train(data=[3]), r"data: row 0 is int; give texts, or dictionaries"),
+        (lambda: muletrain.train(model="x", tokenizer=object()), r"tokenizer: it belongs to a transformers model"),
+        (lambda: muletrain.train(data="nowhere.txt"), r"no such file: .*nowhere.txt"),
+        (lambda: muletrain.join("no ticket"), r"ticket"),
+        (lambda: muletrain.load("nowhere"), r"nowhere"),
+        (lambda: muletrain.train(data=chats(3)), r"declares no chat template"),
+    ],
+)
+def test_errors_are_those_of_the_command(call: Callable[[], Any], why: str) -> None:
+    with pytest.raises((MuletrainError, ConfigError), match=why):
+        call().wait(60)
+
+
+SCRIPT = """
+import muletrain, sys
+run = muletrain.train(model={"width": 16, "heads": 2, "layers": 2, "context": 16, "vocab": 300}, train={"steps": 5000},
+    fleet={"peers": 2}, compute={"threads": 1, "precision": "fp32"}, wait=False, show=False)
+for event in run.events():
+    if event.kind == "step_done":
+        print(run._process.pid, flush=True)
+        break
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
+def test_a_script_that_ends_leaves_no_process(how: signal.Signals | None) -> None:
+    """Killed, asked to end, or at its end without ``wait``; without a __main__ guard."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as script:
+        assert script.stdout is not None
+        assert script.stdin is not None
+        pid = int(script.stdout.readline())
+        if how is not None:
+            script.send_signal(how)
+        script.stdin.close()
+        script.wait(130)
+    until = time.monotonic() + 60
+    while _runs(pid) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not _runs(pid)
+
+
+def _runs(group: int) -> bool:
+    """Is there any process of that group that is no zombie?"""
+    found = subprocess.run(["ps", "-o", "stat=", "-g", str(group)], capture_output=True, text=True, check=False).stdout
+    return any(not state.startswith("Z") for state in found.split())
+
+
+def test_two_machines_meet_by_a_ticket() -> None:
+    settings = {name: value for name, value in TINY.items() if name != "fleet"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    announced = [f"/ip4/127.0.0.1/tcp/{port}"]
+    run = muletrain.start(**settings, fleet={"stages": 2}, port=port, announce=announced, name="first", show=False)
+    assert run.ticket is not None
+    other = muletrain.join(run.ticket, name="second", show=False)
+    run.wait(120)
+    other.wait(60)
+    assert run.step == 6
