@@ -296,7 +296,7 @@ def test_what_does_not_fit_is_told_with_numbers_and_a_way_out(tmp_path: Path) ->
     def built(offer: Offer, folder: Path | None, spec: ModelSpec = SPEC) -> None:
         SwappedCompute(spec, spec.cut(1), 0, replace(SETUP, inline=True), Swap(offer, folder, 4))
 
-    with pytest.raises(CapacityError, match=r"its largest block.*256 KiB may be used.*smaller train\.microbatch"):
+    with pytest.raises(CapacityError, match=r"largest piece of.*256 KiB may be used.*smaller train\.microbatch"):
         built(Offer(1 << 18), tmp_path / "small")
     with pytest.raises(CapacityError, match=r"beside a GPU, and 1 MiB may be used.*swap\.backing = 'disk'"):
         built(Offer(1 << 30, host=1 << 20), None)

@@ -124,9 +124,11 @@ def _fitted(
     assert need.swapped is not None  # the stage fits by swapping
     tokens, precision = config.train.microbatch * spec.context, precision_of(config)
     most = min(capacity(len(cut)), config.microbatches)
-    blocks = blocks_of(spec, cut, stage, tokens, precision, flops_of(n, peer)[0])
+    offer = offer_of(peer)
+    swapped = need.swapped.at(offer)
+    blocks = blocks_of(spec, cut, stage, tokens, precision, flops_of(n, peer)[0], inside=swapped.inside)
     together = config.swap.together or most
-    return blocks, _fitted_once(tuple(blocks), need.swapped, offer_of(peer), backing_rate(peer), together)
+    return blocks, _fitted_once(tuple(blocks), swapped, offer, backing_rate(peer), together)
 
 
 _fitted_once = lru_cache(256)(fitted)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,7 +52,7 @@ class Passage:
     weight: float = 1.0
     """Of the loss (``checks.weighed``)."""
     between: Region | None = None
-    """The input of each sub-model but the first, and later the gradient, fp32 [sub-models - 1, B, T, D]."""
+    """The input of each sub-model but the first, and later the gradient, each fp32 [B, T, D]."""
     loss: float = 0.0
     output: Tensor | None = None
     inputs_gradient: Tensor | None = None
@@ -93,7 +94,6 @@ class SwappedArithmetic:
     def __init__(
         self,
         where: tuple[int, int],
-        width: int,
         models: Sequence[SubModel],
         setup: StageSetup,
         state: State,
@@ -103,10 +103,12 @@ class SwappedArithmetic:
         kept: Sequence[int] = (),
         alone: bool = False,
     ) -> None:
-        """``where``: the stage, and the number of stages; ``width``: D; ``kept``: see ``Loader``; ``alone``: each round
+        """``where``: the stage, and the number of stages; ``kept``: see ``Loader``; ``alone``: each round
         is added to the accumulator at once, and an update runs beside the next forward: nobody waits for the digest."""
         self.stage, self._last = where[0], where[0] == where[1] - 1
-        self._width, self.models = width, models
+        self.models = models
+        self._begins = [0, *accumulate(model.width for model in models[1:])]
+        """Of the inputs of all sub-models but the first, where each begins: numbers for each token."""
         self.setup, self.state, self._backing, self._threads = setup, state, backing, threads
         self._jobs = jobs = threads.jobs
         self.counters = Counters()
@@ -120,7 +122,7 @@ class SwappedArithmetic:
         self._sum = _Accumulator(self._region())
         own = backing.on_disk and not alone
         self._round = _Accumulator(self._region() if own else None)  # a disk may be full later
-        state.order = [model.segments for model in models]
+        state.order = [[(part.begin, part.end) for part in model.segments] for model in models]
         self._trained_from = next((k for k, model in enumerate(models) if model.trainable.size), len(models))
         """All earlier sub-models are frozen as a whole."""
         self._alone = alone
@@ -186,7 +188,7 @@ class SwappedArithmetic:
             self.loader.get(k, k + 1 if k + 1 < count else None)
             for p, (x, *_) in self._arriving(k, passages):
                 with self._jobs.at("forward", part=k), self._timed("forward_s"), torch.no_grad():
-                    output = self.models[k](self._leaf(x, k), self._masks(p)).float()
+                    output = self.models[k](self._leaf(x, k), self._masks(p), p.targets).float()
                     if k + 1 < count:
                         p.rows = (output.shape[0], output.shape[1])
                         self.ferry.store(output, self._between(p, k + 1))
@@ -205,7 +207,7 @@ class SwappedArithmetic:
                 with self._jobs.at("backward", part=k), torch.enable_grad():
                     with self._timed("recompute_s"):
                         leaf = self._leaf(x, k)
-                        output = self.models[k](leaf, self._masks(p)).float()
+                        output = self.models[k](leaf, self._masks(p), p.targets).float()
                     self.counters.recomputed += k == 0
                     if k + 1 == len(self.models):
                         seed = seed * self.scale.of(p.mb.step)
@@ -284,13 +286,14 @@ class SwappedArithmetic:
         return None if p.mb.heldout else self.setup.masks(self.setup.seed, p.mb.step, p.mb.index, p.mb.first)
 
     def _between(self, p: Passage, k: int) -> Tensor:
-        """The place of the input of sub-model ``k`` > 0, fp32 [B, T, D], or less than D if that is compressed."""
-        size, width = p.rows[0] * p.rows[1] * self._width, self.models[k].width
+        """The place of the input of sub-model ``k`` > 0, fp32 [B, T, D], or less than D if that is compressed, or more
+        between pieces of a block."""
+        tokens = p.rows[0] * p.rows[1]
         if p.between is None:
             self.ferry.finish()  # no copy is under way where the new one may take memory from
-            p.between = self._spare.take((len(self.models) - 1) * size, self._backing)
-        begin = (k - 1) * size
-        return p.between.values[begin : begin + p.rows[0] * p.rows[1] * width].view(*p.rows, width)
+            p.between = self._spare.take(tokens * self._begins[-1], self._backing)
+        begin, end = (tokens * self._begins[n] for n in (k - 1, k))
+        return p.between.values[begin:end].view(*p.rows, -1)
 
     def free(self, p: Passage) -> None:
         """The backward is done, or no longer wanted."""

@@ -22,13 +22,13 @@ from muletrain.compute.profile import Conditions, part_times
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
 from muletrain.compute.swap.arithmetic import Passage, SwappedArithmetic
-from muletrain.compute.swap.backing import Disk, Memory, keep_freed_memory_small
+from muletrain.compute.swap.backing import Disk, Memory, keep_freed_memory_small, return_freed_memory
 from muletrain.compute.swap.chain import chain_of, sub_models
 from muletrain.compute.swap.fit import NOMINAL_BYTES_PER_S, NOMINAL_FLOPS, blocks_of, fitted, swap_memory
 from muletrain.compute.swap.loading import Lane, device_window
 from muletrain.compute.swap.state import State
 from muletrain.compute.threads import ThreadedCompute, Threads
-from muletrain.errors import ProtocolError
+from muletrain.errors import CapacityError, ProtocolError
 from muletrain.events import SwapWorked
 from muletrain.model.make import make_stage
 from muletrain.model.stage import initial_weight
@@ -266,16 +266,20 @@ class SwappedCompute(ThreadedCompute):
         disk = swap.folder is not None
         memory = swap_memory(
             spec, cut, stage, tokens, setup.precision, microbatches=swap.most, lamb=lamb, disk=disk, alone=swap.alone
-        )
+        ).at(swap.offer)
+        if not memory.fits(swap.offer):  # before a block is measured for which the device may be too small
+            raise CapacityError(memory.problem(swap.offer))
         self.lends = not memory.copies(swap.offer)
         at = Conditions(setup.sequences, setup.device, setup.precision)
-        times = None if setup.inline else part_times(spec, at)
-        blocks = blocks_of(spec, cut, stage, tokens, setup.precision, NOMINAL_FLOPS, times)
-        fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # refuse before taking room on the disk
-        chain, gpu = chain_of(spec, cut, stage), setup.device if setup.device.type == "cuda" else None
-        self._backing: Backing = Disk(swap.folder) if swap.folder is not None else Memory(gpu)
         if setup.device.type == "cpu":
             keep_freed_memory_small()
+        times = None if setup.inline else part_times(spec, at, memory.inside)
+        if setup.device.type == "cpu":
+            return_freed_memory()  # of the blocks that were measured
+        blocks = blocks_of(spec, cut, stage, tokens, setup.precision, NOMINAL_FLOPS, times, memory.inside)
+        fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # refuse before taking room on the disk
+        chain, gpu = chain_of(spec, cut, stage, memory.inside), setup.device if setup.device.type == "cuda" else None
+        self._backing: Backing = Disk(swap.folder) if swap.folder is not None else Memory(gpu)
         self._failure: BaseException | None = None
         """Why the accumulator lacks something, until emptied."""
         try:
@@ -309,7 +313,7 @@ class SwappedCompute(ThreadedCompute):
         models = sub_models(chain, self.plan.runs, layout)
         where, plan = (stage, len(cut)), self.plan
         self.arithmetic = SwappedArithmetic(
-            where, spec.width, models, setup, state, self._backing, self.threads, kept=plan.kept, alone=swap.alone
+            where, models, setup, state, self._backing, self.threads, kept=plan.kept, alone=swap.alone
         )
         self.rounds = Rounds(min(swap.least or self.plan.minibatches, swap.most), swap.most, self._settle)
         self._kept: dict[Microbatch, Passage] = {}
