@@ -11,6 +11,7 @@ from muletrain.config.schema import Precision
 from muletrain.errors import ConfigError
 from muletrain.planning.cost import service_s
 from muletrain.planning.devices import DEVICES, find_device
+from muletrain.strategies import strategy_of
 from muletrain.strategies.base import capacity
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _fitted(
     offer = offer_of(peer)
     swapped = need.swapped.at(offer)
     blocks = blocks_of(spec, cut, stage, tokens, precision, flops_of(n, peer)[0], inside=swapped.inside)
-    together = config.swap.together or most
+    together = 1 if strategy_of(config).pooled else config.swap.together or most  # a part has a round of its own
     return blocks, _fitted_once(tuple(blocks), swapped, offer, backing_rate(peer), together)
 
 

@@ -22,6 +22,7 @@ from muletrain.compute.swap.loading import Drain, Ferry, Loader
 from muletrain.compute.threads import on_cores
 from muletrain.config.schema import Precision
 from muletrain.optim.rules import make_rule
+from muletrain.optim.sketch import sketch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from muletrain.compute.swap.state import State
     from muletrain.compute.threads import Threads
     from muletrain.model.dropout import Masks
+    from muletrain.optim.sketch import Sketch
 
 BESIDE = 0.75
 """Share of the cores that updates while the device computes. The remaining cores launch kernels and copy weights. With
@@ -119,6 +121,10 @@ class SwappedArithmetic:
         self.ferry = Ferry(setup.device)
         self.scale = LossScale(fp16=setup.precision is Precision.FP16)
         self._rule = make_rule(setup.optimizer, setup.total_steps, state.layout, torch.device("cpu"), moments=False)
+        self._parts: dict[Microbatch, Region | None] = {}
+        """Gradients of parts that are not counted yet; None: nothing of the part is trained."""
+        self._returned: list[Region] = []
+        """Regions for gradients that are free again."""
         self._sum = _Accumulator(self._region())
         own = backing.on_disk and not alone
         self._round = _Accumulator(self._region() if own else None)  # a disk may be full later
@@ -245,6 +251,8 @@ class SwappedArithmetic:
             self._round.empty = False
 
     def _region(self) -> Region:
+        if self._returned:
+            return self._returned.pop()
         return self._backing.region(self.state.layout.trained, copied=True)
 
     def _wanted(self, p: Passage) -> bool:
@@ -333,6 +341,31 @@ class SwappedArithmetic:
         except BaseException:
             self.drop_round()
             raise
+
+    def keep_part(self, mb: Microbatch) -> None:
+        """Keep the gradient of the last round, of the part ``mb``, beside the accumulator."""
+        self.drain.finish()
+        self._parts[mb] = None if self._round.empty else self._round.region
+        if not self._round.empty:
+            self._round.region = None
+        self._round.empty = True
+        self.drain.drop()
+
+    def count_part(self, mb: Microbatch) -> None:
+        """Add the gradient of the part ``mb`` to the accumulator."""
+        if (region := self._parts.get(mb)) is not None:
+            self.add(region.values)
+        self.drop_part(mb)
+
+    def drop_part(self, mb: Microbatch) -> None:
+        """Forget the gradient of the part ``mb``."""
+        if (region := self._parts.pop(mb, None)) is not None:
+            self._returned.append(region)
+
+    def sketch_part(self, mb: Microbatch, seed: bytes) -> Sketch:
+        """The sketch of the gradient of the part ``mb``."""
+        region = self._parts[mb]
+        return sketch(torch.zeros(1) if region is None else region.values, seed)
 
     def drop_round(self) -> None:
         """Forget the gradient of the last round."""

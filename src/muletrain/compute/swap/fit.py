@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.compute.estimate import (
     LAMB_TENSORS,
+    PARTS,
     Finer,
     SwapMemory,
     client_memory,
@@ -136,9 +137,11 @@ def swap_memory(
     lamb: bool,
     disk: bool | None = None,
     alone: bool = False,
+    client: bool = False,
 ) -> SwapMemory:
     """Memory of ``stage`` with microbatches of ``tokens``, of which so many are there at once. ``lamb``: the optimizer
-    needs whole tensors; ``disk``, ``alone``: see ``SwapMemory``."""
+    needs whole tensors; ``disk``, ``alone``: see ``SwapMemory``. ``client``: of a hub, which holds no moments, but the
+    next weights, the sum, the sum on its way to the server, and gradients of parts that are not counted yet."""
     params, trained = spec.stage_params(cut, stage), spec.trained_params(cut, stage)
     blocks = blocks_of(spec, cut, stage, tokens, precision, NOMINAL_FLOPS)
     goes_on = 4 * tokens * spec.width
@@ -153,13 +156,13 @@ def swap_memory(
     return SwapMemory(
         beside=beside,
         least=max(update, beside + int(places_bytes(blocks, _one_by_one(blocks)))),
-        state=4 * params + 8 * trained,
-        gradients=(4 if alone else 20) * trained,
+        state=4 * params + (0 if client else 8 * trained),
+        gradients=4 * params + 4 * (PARTS + 2) * trained if client else (4 if alone else 20) * trained,
         between=(len(blocks) - 1) * goes_on * microbatches,
         update=4 * (LAMB_TENSORS * largest if lamb else min(params, IN_PLACE * update_window(params))),
         tied=tied_bytes(spec, cut, stage),
         disk=disk,
-        alone=alone,
+        alone=alone or client,
         finer=tuple(finer),
     )
 
@@ -241,11 +244,11 @@ def stage_needs(
         )
         for s in range(len(cut))
     ]
-    if config.swap.backing == "off" or optimizer.delayed or strategy.pooled:
+    if config.swap.backing == "off" or optimizer.delayed:
         return needs
-    within = {s for stages in spec.users(cut).values() for s in stages if stages.count(s) > 1}
+    within = _sharing(spec, cut)
     disk, lamb = None if config.swap.backing == "auto" else config.swap.backing == "disk", optimizer.name == "lamb"
-    return [  # weights that two blocks of a stage share cannot be swapped
+    return [
         need
         if s in within
         else replace(
@@ -259,11 +262,28 @@ def stage_needs(
 def client_needs(config: RunConfig, spec: Model, cut: Cut, precision: Precision) -> list[StageMemory]:
     """Memory that each stage needs of a client of a hub."""
     tokens, late = config.train.microbatch * spec.context, config.optimizer.delayed
-    again = config.compute.checkpointing
-    return [
+    again, disk = config.compute.checkpointing, None if config.swap.backing == "auto" else config.swap.backing == "disk"
+    needs = [
         client_memory(spec, cut, s, tokens=tokens, precision=precision, delayed=late, checkpointing=again)
         for s in range(len(cut))
     ]
+    if config.swap.backing == "off" or late:
+        return needs
+    most, within = strategy_of(config).capacity(len(cut)), _sharing(spec, cut)
+    return [
+        need
+        if s in within
+        else replace(
+            need,
+            swapped=swap_memory(spec, cut, s, tokens, precision, microbatches=most, lamb=False, disk=disk, client=True),
+        )
+        for s, need in enumerate(needs)
+    ]
+
+
+def _sharing(spec: Model, cut: Cut) -> set[int]:
+    """Stages of which two blocks share weights: these cannot be swapped."""
+    return {s for stages in spec.users(cut).values() for s in stages if stages.count(s) > 1}
 
 
 def fitted(blocks: Sequence[Layer], memory: SwapMemory, offer: Offer, load_bytes_per_s: float, most: int) -> Swapping:
