@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from muletrain.clock import loop_time_s
 from muletrain.config.schema import Codec
 from muletrain.errors import Malformed, NetworkError
 from muletrain.optim.flat import flat_digest
@@ -101,6 +102,7 @@ class _Coming:
         self.digest, self.values = digest, torch.empty(n_params)
         self.ranges = chunk_ranges(0, n_params, chunk)
         self.left, self.begun = set(range(len(self.ranges))), set[int]()
+        self.since_s = loop_time_s()
 
 
 class WeightsDownload:
@@ -112,6 +114,8 @@ class WeightsDownload:
         self._missed = False
         """A requested chunk may not come."""
         self.news = asyncio.Event()
+        self.took_s = 0.0
+        """Seconds that the last weights took or, of weights that did not come whole, would have taken; 0: unmeasured."""
 
     def ask_again(self) -> None:
         """A message may have been lost."""
@@ -152,6 +156,8 @@ class WeightsDownload:
             return coming.values if whole and wanted() else None
         finally:
             self._coming = None
+            since_s, came = loop_time_s() - coming.since_s, len(coming.ranges) - len(coming.left)
+            self.took_s = since_s * len(coming.ranges) / came if came else max(self.took_s, since_s)
 
     def _ask(self, coming: _Coming, servers: tuple[PeerId, ...]) -> None:
         """Ask each server for an equal part of the missing chunks."""
