@@ -46,20 +46,18 @@ class WeightsUpload:
         self._compute, self._chunk, self._net, self._tasks = compute, chunk, net, tasks
         self._digest: bytes | None = None
         """Digest of the current weights; None: about to change."""
-        self._weights: asyncio.Task[Tensor] | None = None
-        """The current weights, once requested."""
         self._takers: dict[PeerId, deque[int]] = {}
         """The chunks that each peer is still to get."""
         self._turns = asyncio.Semaphore(TAKERS)
 
     def close(self) -> None:
         """The weights are about to change."""
-        self._digest = self._weights = None
+        self._digest = None
         self._takers.clear()
 
     def begin(self, digest: bytes) -> None:
         """The weights have this digest now."""
-        self._digest, self._weights = digest, None
+        self._digest = digest
 
     def on_asked(self, sender: PeerId, ask: GetWeights) -> None:
         """Send the chunks, unless ``sender`` asks for other weights: the current weights are announced anyway."""
@@ -78,13 +76,10 @@ class WeightsUpload:
         try:
             async with self._turns:
                 while chunks and self._takers.get(peer) is chunks:
-                    if self._weights is None:
-                        self._weights = self._tasks.spawn(self._compute.copied_weights(), "weights")
-                    values, size = await asyncio.shield(self._weights), self._chunk
-                    if self._takers.get(peer) is not chunks or not chunks:
+                    chunk, size = chunks.popleft(), self._chunk
+                    part = await self._compute.copied_weights(chunk * size, (chunk + 1) * size)
+                    if self._takers.get(peer) is not chunks:  # the weights may have changed
                         return
-                    chunk = chunks.popleft()
-                    part = values[chunk * size : (chunk + 1) * size]
                     tensor = await self._compute.offload(encode, part, Codec.FP32)
                     message = WeightsChunk(weights=digest, chunk=chunk)
                     await self._net.send(peer, message.frame([tensor]), channel=message.CHANNEL, timeout_s=SEND_S)
