@@ -249,8 +249,10 @@ class StageArithmetic:
 
     def add(self, gradient: Tensor, step: int) -> None:
         """Add ``gradient``, fp32 [G], to the accumulator of ``step``."""
-        for part, into in zip(gradient.split(ADDED), self.accumulator(step).split(ADDED), strict=False):
-            into[: len(part)].add_(part.to(self._held))
+        accumulator = self.accumulator(step)
+        for begin in range(0, len(gradient), ADDED):
+            part = gradient[begin : begin + ADDED]
+            accumulator[begin : begin + len(part)].add_(part.to(self._held))
 
     def clear(self, step: int) -> None:
         """Empty the accumulator of ``step``."""
