@@ -64,14 +64,14 @@ def stage_to_help(
     (``fits``), the stage with the most work for the speed of its machines, or, among stages without machines, with the
     most work; None: there is no room for any stage. ``work``: of each stage, for a sequence; ``speeds``: work per
     second of each stage's servers and clients together, in the same unit. ``left``: share of a step that the client has
-    for computing at each stage, beside its transfers, which weighs that stage's need; at most 0: the transfers take
-    longer than a step. Default: transfers take no time."""
+    for computing at each stage, beside its transfers; at most 0: the transfers take longer than a step, so the client is
+    of no use there. Default: transfers take no time."""
 
     def load(stage: int) -> tuple[float, float]:
         share = left[stage] if left else 1.0
         if share <= 0:
             return share, 0.0  # of stages at which the client has no time, the one with the shortest transfers
-        return share * work[stage] / speeds[stage] if speeds[stage] > 0 else math.inf, share * work[stage]
+        return work[stage] / speeds[stage] if speeds[stage] > 0 else math.inf, work[stage]
 
     return max(sorted(fits), key=load, default=None)
 
@@ -96,12 +96,10 @@ def stage_to_move_to(
     if left[stage] <= 0:
         return stage_to_help(work, speeds, others, left)
     rates = [speed / needed for speed, needed in zip(speeds, work, strict=True)]
-    to = min(others, key=lambda s: (rates[s] / left[s], -work[s]), default=stage)
+    to = min(others, key=lambda s: (rates[s], -work[s]), default=stage)
     own = together / max(1, clients)
     loses, gains = left[stage] / work[stage], left[to] / work[to]  # of each stage's rate, for a unit of speed
-    if rates[stage] / left[stage] <= MOVES_AT * rates[to] / left[to]:
-        return None
-    if rates[stage] - own * loses < rates[to] + own * gains:
+    if rates[stage] <= MOVES_AT * rates[to] or rates[stage] - own * loses < rates[to] + own * gains:
         return None
     too_much = (rates[stage] - rates[to]) / (loses + gains)
     return to if drawn * together < too_much else None

@@ -110,6 +110,8 @@ class Client:
         """The steps that compute with the newest weights; (): all steps."""
         self.version = -1
         """See ``servers.Worker``."""
+        self._heard_s, self.step_s = 0.0, 0.0
+        """When that version came, and see ``servers.Worker``."""
         self._told = self._sits_out = -1
         """Versions of the weights: reported to our server, and sat out."""
         self._rests, self._given = Rests(random.Random(net.peer_id)), True
@@ -200,6 +202,10 @@ class Client:
             self._servers.known = state.servers
             self._weights.ask_again()  # a server that has moved to another stage does not answer
         if state.version > self.version:
+            now = self._clock.now()
+            if self.version >= 0:
+                self.step_s = (now - self._heard_s) / (state.version - self.version)
+            self._heard_s = now
             self.version, self._wanted, self._steps = state.version, state.weights, state.steps
             self._changed()
 

@@ -205,10 +205,13 @@ class Costs:
         """Returns the costs of a step of ``plan``."""
         return cls(plan.work, moved, Pass.LOSS.cost * plan.microbatches * plan.sequences)
 
-    def left(self, helpers: Sequence[Helpers], byte_s: float) -> list[float]:
-        """Returns the share of a step that each stage's transfers leave to a client that moves a byte in ``byte_s``
-        seconds. The slowest stage's ``helpers`` set the length of a step."""
-        step_s = self.passes / min(h.speed + h.own for h in helpers)
+    def step_s(self, helpers: Sequence[Helpers]) -> float:
+        """Returns the least seconds of a step: the slowest stage computes without a break."""
+        return self.passes / min(h.speed + h.own for h in helpers)
+
+    def left(self, byte_s: float, step_s: float) -> list[float]:
+        """Returns the share of a step of ``step_s`` that each stage's transfers leave to a client that moves a byte in
+        ``byte_s`` seconds."""
         return [1 - byte_s * nbytes / step_s for nbytes in self.moved]
 
 
@@ -220,6 +223,11 @@ class Worker(Protocol):
     @property
     def transfers_s(self) -> float:
         """Seconds that the last weights and the last accumulator took; 0: unmeasured."""
+        ...
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the last step; 0: unmeasured."""
         ...
 
     @property
@@ -264,7 +272,7 @@ class Roaming:
             servers = await self._servers()
             if stage is None:
                 helpers = await self._helpers(servers)
-                left = self._costs.left(helpers, self._byte_s)
+                left = self._costs.left(self._byte_s, self._costs.step_s(helpers))
                 stage = self._rule.stage_to_help(self._costs.work, self._speeds(helpers), self._fits, left)
                 assert stage is not None  # a machine without memory for any stage is no client
             client = await self._make(stage, servers)
@@ -294,7 +302,8 @@ class Roaming:
                     version, drawn = client.version, self._draw.random()
                 if client.transfers_s:
                     self._byte_s = client.transfers_s / self._costs.moved[stage]
-                work, ours, left = self._costs.work, helpers[stage], self._costs.left(helpers, self._byte_s)
+                work, ours, step_s = self._costs.work, helpers[stage], client.step_s
+                left = self._costs.left(self._byte_s, step_s) if step_s else ()
                 to = self._rule.stage_to_move_to(
                     work, self._speeds(helpers), stage, ours.clients, ours.speed * work[stage], self._fits, drawn, left
                 )
