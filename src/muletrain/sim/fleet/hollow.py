@@ -99,7 +99,7 @@ class HollowCompute:
         pass
 
     async def copied_weights(self, begin: int = 0, end: int | None = None) -> Tensor:
-        return torch.full((PARAMS,), float(self._updates))[begin:end]
+        return torch.full((len(range(PARAMS)[begin:end]),), float(self._updates))
 
     def newest_for(self) -> tuple[int, ...]:
         if not self.delayed:
