@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from muletrain.network.memory import MemoryHub
 from muletrain.policy.chaos import Bounds, parse, readable
 from muletrain.runtime.pool import servers
 from muletrain.runtime.pool.messages import Enlisted, GetState
-from muletrain.runtime.pool.servers import Helpers, Roaming, helpers_of
+from muletrain.runtime.pool.servers import Costs, Helpers, Roaming, helpers_of
 from muletrain.sim.loop import run_virtually
 from muletrain.strategies import hub
 from muletrain.strategies.hub import stage_to_help, stage_to_move_to
@@ -181,6 +181,50 @@ def test_a_client_goes_where_it_is_needed_most(
 
 
 @pytest.mark.parametrize(
+    ("speeds", "left", "stage"),
+    [
+        ([1.0, 2.0], [1.0, 1.0], 0),
+        ([1.0, 2.0], [0.1, 1.0], 0),
+        ([1.0, 2.0], [0.0, 0.1], 1),
+        ([0.0, 2.0], [0.0, 0.1], 1),
+        ([1.0, 2.0], [-0.5, -3.0], 0),
+        ([1.0, 2.0], [-3.0, -0.5], 1),
+    ],
+)
+def test_a_client_counts_the_time_that_its_transfers_take(speeds: list[float], left: list[float], stage: int) -> None:
+    """Where it has no time it goes last."""
+    assert stage_to_help([1.0, 1.0], speeds, [0, 1], left) == stage
+
+
+@pytest.mark.parametrize(
+    ("speeds", "left", "drawn", "to"),
+    [
+        ([8.0, 2.0], [1.0, 1.0], 0.0, 1),
+        ([8.0, 2.0], [1.0, 0.2], 0.0, 1),
+        ([8.0, 6.5], [1.0, 1.0], 0.0, None),
+        ([8.0, 6.5], [0.2, 0.5], 0.0, 1),
+        ([8.0, 4.0], [0.5, 1.0], 0.49, 1),
+        ([8.0, 4.0], [0.5, 1.0], 0.51, None),
+        ([4.0, 4.0], [0.2, 1.0], 0.0, None),
+        ([8.0, 2.0], [1.0, 0.0], 0.0, None),
+        ([1.0, 8.0], [0.0, 0.5], 0.99, 1),
+        ([1.0, 8.0], [-1.0, -0.5], 0.0, None),
+    ],
+)
+def test_a_client_moves_to_where_its_transfers_leave_it_time(
+    speeds: list[float], left: list[float], drawn: float, to: int | None
+) -> None:
+    """Of four with a quarter of ``together`` each. One that has no time at its stage takes nothing away from it."""
+    assert stage_to_move_to([1.0, 1.0], speeds, 0, 4, 8 / 1.5, [0, 1], drawn, left) == to
+
+
+def test_a_step_lasts_as_long_as_its_slowest_stage_computes() -> None:
+    costs = Costs([1.0, 1.0], [100.0, 40.0], passes=12.0)
+    assert costs.step_s([Helpers(1, 1.0, 0.5), Helpers(1, 3.0, 0.0)]) == pytest.approx(8.0)
+    assert costs.left(0.05, 8.0) == pytest.approx([1 - 5 / 8, 1 - 2 / 8])
+
+
+@pytest.mark.parametrize(
     ("work", "speeds", "together", "fits", "drawn", "to"),
     [
         ([1.0, 1.0], [8.0, 2.0], 8.0, [0, 1], 0.0, 1),
@@ -227,7 +271,7 @@ def test_a_client_draws_once_in_a_step_whether_it_moves(monkeypatch: pytest.Monk
     """It looks many times in a long step, and all who would move do so at its end."""
 
     class Stays:
-        moved, version, looks = False, 7, 0
+        moved, version, looks, transfers_s, step_s = False, 7, 0, 0.0, 0.0
 
         def move(self) -> None:
             raise AssertionError
@@ -252,7 +296,7 @@ def test_a_client_draws_once_in_a_step_whether_it_moves(monkeypatch: pytest.Monk
     monkeypatch.setattr(servers, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(servers, "helpers_of", helpers)
     net: Any = None
-    asyncio.run(Roaming(hub, there, make, net, LoopClock(), [1.0], [0], 0, rng).run())
+    asyncio.run(Roaming(hub, there, make, net, LoopClock(), Costs([1.0], [1.0], 1.0), [0], 0, rng).run())
     assert len(looks) > 4
     assert len(drawn) == 2, "one for each version of the weights"
 
@@ -262,7 +306,7 @@ def test_clients_that_still_fetch_their_weights_are_not_taken_to_be_slow(monkeyp
     step nobody moves: a stage whose parts take minutes looks slow until some have come back."""
 
     class Mover:
-        moved, version = False, 0
+        moved, version, transfers_s, step_s = False, 0, 0.0, 0.0
 
         def move(self) -> None:
             self.moved = True
@@ -289,8 +333,45 @@ def test_clients_that_still_fetch_their_weights_are_not_taken_to_be_slow(monkeyp
         monkeypatch.setattr(servers, "helpers_of", helpers)
         made.clear()
         net: Any = None
-        asyncio.run(Roaming(hub, there, make, net, LoopClock(), [1.0, 1.0], [0, 1], 0, rng).run())
+        costs = Costs([1.0, 1.0], [8.0, 2.0], passes=16.0)
+        asyncio.run(Roaming(hub, there, make, net, LoopClock(), costs, [0, 1], 0, rng).run())
         assert made[0].moved == moves
+
+
+@pytest.mark.parametrize(("byte_s", "measured_s", "stages"), [(0.0, 0.0, [0]), (0.5, 0.0, [1]), (0.0, 4.0, [0, 1])])
+def test_a_client_behind_a_slow_link_leaves_the_stage_of_many_parameters(
+    byte_s: float, measured_s: float, stages: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 2 s, and stage 0 has 8 bytes to move: 4 s if the owner limits the link to 2 bytes a second, or as
+    the client has measured. Stage 1 has 2 bytes."""
+
+    class Measures:
+        moved, version, transfers_s, step_s = False, 2, measured_s, 2.0
+
+        def move(self) -> None:
+            self.moved = True
+
+        async def run(self) -> None:
+            await asyncio.sleep(0.05)
+
+    async def there() -> dict[int, tuple[str, ...]]:
+        return {0: ("a",), 1: ("b",)}
+
+    async def make(stage: int, servers: object) -> Measures:
+        went.append(stage)
+        made = Measures()
+        made.transfers_s = measured_s if stage == 0 else measured_s / 4
+        return made
+
+    async def helpers(net: object, asked: tuple[str, ...]) -> Helpers:
+        return Helpers(4, 8.0 if asked == ("a",) else 9.0, 0.0)
+
+    went, net = list[int](), cast("Any", None)
+    monkeypatch.setattr(servers, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(servers, "helpers_of", helpers)
+    costs = Costs([1.0, 1.0], [8.0, 2.0], passes=16.0)
+    asyncio.run(Roaming(hub, there, make, net, LoopClock(), costs, [0, 1], None, random.Random(1), byte_s=byte_s).run())
+    assert went == stages
 
 
 def test_a_configuration_says_why_it_cannot_be_a_hub() -> None:

@@ -12,7 +12,7 @@ from muletrain.compute.estimate import Offer
 from muletrain.config.load import load_config
 from muletrain.runs.assemble import RunFacts
 
-QUICK = "alone", "a client of a hub"
+QUICK = "alone", "a client of a hub", "a server of a hub"
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
@@ -22,6 +22,11 @@ QUICK = "alone", "a client of a hub"
 def test_a_stage_takes_the_memory_that_was_planned(name: str) -> None:
     found = measured(name)
     assert 0.9 < found["measured"] / found["estimate"] <= 1, found
+
+
+def test_a_server_of_a_hub_holds_four_accumulators_of_clients_before_it_holds_the_mean() -> None:
+    assert [each(), each(pooled=True)] == [(52, 20, 36), (64, 20, 48)]
+    assert each(pooled=True, state_on_cpu=True)[2] - each(state_on_cpu=True)[2] == 8
 
 
 def test_a_lone_machine_holds_twenty_bytes_a_parameter() -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import pytest
 
 from muletrain.clock import LoopClock
 from muletrain.compute.threads import InlineExecutor
+from muletrain.config.schema import Codec
 from muletrain.network.memory import MemoryHub
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.messages import Enlist, Enlisted, GetState, GetWeights, Ready, StillThere
-from muletrain.runtime.pool.weights import STALLED_S, WeightsUpload
-from muletrain.sim.fleet.hollow import HollowCompute, hollow_plan
+from muletrain.runtime.pool.messages import Enlist, Enlisted, GetState, GetWeights, Ready, StillThere, WeightsChunk
+from muletrain.runtime.pool.weights import STALLED_S, WeightsDownload, WeightsUpload
+from muletrain.sim.fleet.hollow import PARAMS, HollowCompute, hollow_plan
 from muletrain.sim.loop import run_virtually
 from muletrain.strategies import strategy_of
+from muletrain.wire.codec import encode
 
 from .test_fidelities import HUB, staged
 
@@ -101,3 +106,30 @@ def test_a_server_that_serves_another_stage_now_is_asked_for_nothing_more(tmp_pa
     run_virtually(scenario(), 1000.0, problems)
     assert problems == []
     assert took_s[0] < STALLED_S / 10
+
+
+@pytest.mark.parametrize(("came", "took_s"), [(4, 2.0), (1, 8.0), (0, 2.0)])
+def test_weights_that_do_not_come_in_time_tell_how_slow_the_link_is(came: int, took_s: float, tmp_path: Path) -> None:
+    """Of four chunks so many come within the two seconds of a step; of none it is known that it takes longer."""
+    _, config, scene = staged(tmp_path, HUB, "hub.clients=0")
+    plan = replace(hollow_plan(scene, config, strategy_of(config), trace=False), chunk=PARAMS // 4)
+
+    async def scenario() -> None:
+        hub, clock, tasks = MemoryHub(), LoopClock(), Tasks(InlineExecutor())
+        compute = HollowCompute(0, plan.stages, clock, 0.0, delayed=False)
+        values, digest = await compute.copied_weights(), await compute.digest()
+        download, late = WeightsDownload(hub.join("client"), compute, plan, tasks), asyncio.Event()
+        fetching = asyncio.create_task(download.fetch(digest, lambda: (), lambda: not late.is_set()))
+        await clock.sleep(2.0)
+        for chunk in range(came):
+            part = values[chunk * plan.chunk : (chunk + 1) * plan.chunk]
+            await download.on_chunk(WeightsChunk(weights=digest, chunk=chunk), encode(part, Codec.FP32))
+        late.set()
+        download.news.set()
+        await fetching
+        assert download.took_s == took_s
+        await tasks.close()
+
+    problems: list[str] = []
+    run_virtually(scenario(), 1000.0, problems)
+    assert problems == []

@@ -17,6 +17,25 @@ ONCE_GB = 512 * 512 * 4096 * 4 * 2 * 2 / 1e9
 """A step's fp32 activations and gradients if each crosses each of two borders once."""
 
 
+def handed_over(results: Row) -> list[list[str]]:
+    """A row for each case of ``shards.py``."""
+    return [
+        [
+            f"{r['servers']}, {r['clients']}",
+            f"{r['server_mbps']}, {r['client_mbps']}",
+            f"{r['whole']:.1f} ({r['gathered']:.1f})",
+            *(f"{r[kind]:.1f} ({r[kind] / r['whole'] - 1:+.0%})" for kind in ("shards", "at best")),
+        ]
+        for r in results["rows"]
+    ]
+
+
+def saved_by_shards(results: Row, *, even: bool) -> list[float]:
+    """Shares of the time that shards save on links of 100 Mb/s; ``even``: with as many clients at each server."""
+    rows = [r for r in results["rows"] if r["server_mbps"] == r["client_mbps"] == 100]
+    return [1 - r["shards"] / r["whole"] for r in rows if (r["clients"] % r["servers"] == 0) == even]
+
+
 def over_hub(results: Row, share: float, rate: float, strategy: str) -> list[float]:
     """Times of a step over the hub's on the same draw, layers cut as ``last``."""
     plays = [

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from muletrain.compute.base import Compute, Microbatch, Update
-from muletrain.compute.estimate import COPIES, PARTS, Offer, StageMemory
+from muletrain.compute.estimate import COPIES, PARTS, TRANSFERS, Offer, StageMemory
 from muletrain.compute.swap.backing import return_freed_memory
 from muletrain.config.load import load_config
 from muletrain.config.schema import Precision
@@ -51,6 +51,8 @@ class Case:
     stage: int = 0
     alone: bool = False
     client: bool = False
+    server: bool = False
+    """Of a hub: clients hand over what they accumulated."""
     copied: bool = True
     """Of a peer alone: there is memory for a copy of its state."""
     traced: bool = False
@@ -96,6 +98,7 @@ CASES = {
     "delayed": Case("model.width=512 fleet.stages=4 optimizer.delayed=true", stage=1),
     "traced": Case("fleet.stages=2", traced=True),
     "a client of a hub": Case("model.width=512 fleet.stages=4 hub.clients=1", stage=1, client=True),
+    "a server of a hub": Case("model.width=512 fleet.stages=4 hub.clients=4", stage=1, server=True),
     "a middle stage": Case("model.width=512 fleet.stages=4", stage=1),
 }
 
@@ -116,6 +119,9 @@ async def lead(case: Case, facts: RunFacts, compute: Compute, step: int) -> None
     copies = [await compute.state() for _ in range(0 if compute.lends else 1 if case.alone else COPIES)]
     last = None if case.alone else torch.ones(compute.n_trained)
     await compute_one(facts, compute, Microbatch(step, 0))
+    if case.server:
+        for coming in [torch.ones(compute.n_trained) for _ in range(TRANSFERS)]:
+            compute.add(step, coming)
     gradient = await compute.gradient(step)
     mean = gradient if case.alone else await compute.room(compute.n_trained)
     mean.copy_(gradient).mul_(0.5)

@@ -43,8 +43,10 @@ def swapped(*, alone: bool = False, client: bool = False) -> Bytes:
 def roles() -> Iterator[list[str]]:
     """A row for each role: name, and 'CPU', 'GPU + beside' in fp32 and in 16 bits."""
     ways: dict[str, dict[str, bool]] = {
-        "stage with replicas, or a server of a hub": {},
+        "stage with replicas": {},
         "the same, delayed updates": {"delayed": True},
+        "server of a hub": {"pooled": True},
+        "server, delayed updates": {"pooled": True, "delayed": True},
         "alone (`muletrain run` with one peer)": {"alone": True},
         "alone, with room for a copy": {"alone": True, "copied": True},
         "alone, delayed updates": {"alone": True, "delayed": True},

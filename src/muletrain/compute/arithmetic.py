@@ -80,6 +80,10 @@ class StageSetup:
     """Makes the dropout masks of a microbatch from (seed, step, index)."""
 
 
+ADDED = 1 << 24
+"""Numbers of another accumulator that are on the device at once, while added."""
+
+
 class StageArithmetic:
     """Owns the stage's weights, moments and gradient accumulators, each one flat buffer, loss scale and counters. The
     ``versions`` of the stage compute with views.
@@ -245,7 +249,10 @@ class StageArithmetic:
 
     def add(self, gradient: Tensor, step: int) -> None:
         """Add ``gradient``, fp32 [G], to the accumulator of ``step``."""
-        self.accumulator(step)[: len(gradient)].add_(gradient.to(self._held))
+        accumulator = self.accumulator(step)
+        for begin in range(0, len(gradient), ADDED):
+            part = gradient[begin : begin + ADDED]
+            accumulator[begin : begin + len(part)].add_(part.to(self._held))
 
     def clear(self, step: int) -> None:
         """Empty the accumulator of ``step``."""
@@ -284,10 +291,10 @@ class StageArithmetic:
         with self._locked():
             return flat_digest(self.masters.cpu())
 
-    def copied_weights(self) -> Tensor:
-        """A copy of the fp32 weights on the CPU, flat [P]."""
+    def copied_weights(self, begin: int = 0, end: int | None = None) -> Tensor:
+        """A copy of the fp32 weights from ``begin`` to ``end`` on the CPU, flat."""
         with self._locked():
-            return self.masters.to("cpu", copy=True)
+            return self.masters[begin:end].to("cpu", copy=True)
 
     def load_weights(self, weights: Tensor, steps: Collection[int]) -> None:
         """Replace the versions that ``steps`` compute with, (): all, by ``weights``, flat fp32 [P]. These become the

@@ -197,8 +197,9 @@ class Compute(Protocol):
         """BLAKE3 of the newest fp32 weights, which replicas of a lineage compare."""
         ...
 
-    async def copied_weights(self) -> Tensor:
-        """A copy of the newest fp32 weights, flat [P], on the CPU: the input of ``digest``."""
+    async def copied_weights(self, begin: int = 0, end: int | None = None) -> Tensor:
+        """A copy of the newest fp32 weights from ``begin`` to ``end``, flat, on the CPU: the input of ``digest``. Does not
+        wait for passes. If an update begins meanwhile, the copy may have the weights before or after."""
         ...
 
     def newest_for(self) -> tuple[int, ...]:

@@ -215,8 +215,8 @@ class StageMemory:
     """fp32 masters, the working copy of 16-bit arithmetic, and the older weights of delayed updates."""
     moments: int
     gradient: int
-    """The accumulator (two under delayed updates), one microbatch's gradient, the reduced gradient, and the last
-    step's, kept for peers that lack that one; and ``tied_bytes``."""
+    """The accumulator (two under delayed updates), one microbatch's gradient, the reduced gradient or, if larger, the
+    accumulators that come from clients, and the last step's, kept for peers that lack that one; and ``tied_bytes``."""
     activations: int
     """The graphs that must exist at once, as far as they do not make room for the gradient; more are stashed only if
     memory allows. Or LAMB's temporaries, if larger."""
@@ -297,6 +297,10 @@ PARTS = 3
 """Parts of a client's stage with gradients in memory at once: the part being computed and the parts not counted yet."""
 
 
+TRANSFERS = 4
+"""Number of clients that hand their accumulators over to a server at once: more clients would fill its download."""
+
+
 def _with_graphs(
     needs: Sequence[StageMemory],
     stage: tuple[Model, Cut, int],
@@ -373,13 +377,15 @@ def stage_memory(
     checkpointing: Checkpointing = "always",
     lamb: bool = False,
     alone: bool = False,
+    pooled: bool = False,
 ) -> StageMemory:
     """Memory of ``stage`` with microbatches of ``tokens`` (B * T) tokens, of which ``graphs`` are kept at once.
 
     ``state_on_cpu``: masters and moments stay in the machine's memory, an accelerator has a working copy. ``delayed``:
     two steps are under way at once, each with an accumulator and weights; copies of the state have both weights.
     ``lamb``: the optimizer needs temporaries. ``alone``: the run has one peer, and none can join. So the mean is made in
-    the accumulator, no gradient is kept for others, and a copy of the state is made only if there is room.
+    the accumulator, no gradient is kept for others, and a copy of the state is made only if there is room. ``pooled``:
+    clients hand accumulators over, before the mean is made.
     """
     params, trained = spec.stage_params(cut, stage), spec.trained_params(cut, stage)
     size = 4 if precision is Precision.FP32 else 2
@@ -387,6 +393,7 @@ def stage_memory(
     copy = older + (0 if precision is Precision.FP32 else params * size)
     masters, moments = 4 * params, 8 * trained
     reduced = kept = 0 if alone else 4 * trained
+    coming = max(reduced, 4 * TRANSFERS * trained * pooled)
     accumulator, second, gradients = 4 * trained, 4 * trained * delayed, size * trained
     tied = tied_bytes(spec, cut, stage)
     computing = accumulator + second + gradients
@@ -396,14 +403,15 @@ def stage_memory(
         copies = count * (masters + moments) + older_copies
         if state_on_cpu:
             on_device = params * size + older + computing
-            on_host = masters + moments + 2 * accumulator + kept + copies + tied  # the mean, and scaled
+            mean = max(2 * accumulator, coming)  # and scaled
+            on_host = masters + moments + mean + kept + copies + tied
         else:
             on_device = masters + copy + moments + computing
-            on_host = accumulator + reduced + kept + copies + tied
+            on_host = accumulator + coming + kept + copies + tied
         return StageMemory(
             weights=masters + copy,
             moments=moments,
-            gradient=computing + reduced + kept + tied,
+            gradient=computing + coming + kept + tied,
             activations=0,
             copies=copies,
             on_device=on_device,

@@ -233,8 +233,8 @@ class TorchCompute(ThreadedCompute):
     async def digest(self) -> bytes:
         return await self._read(self.arithmetic.digest)
 
-    async def copied_weights(self) -> Tensor:
-        return await self._read(self.arithmetic.copied_weights)
+    async def copied_weights(self, begin: int = 0, end: int | None = None) -> Tensor:
+        return await self.offload(self.arithmetic.copied_weights, begin, end)
 
     def newest_for(self) -> tuple[int, ...]:
         return self.arithmetic.newest_for()

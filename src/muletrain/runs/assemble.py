@@ -50,6 +50,7 @@ from muletrain.runs.checkpoint import FORMAT
 from muletrain.runs.join.seating import Seating
 from muletrain.runtime.core.plan import Plan, Validation
 from muletrain.strategies import strategy_of
+from muletrain.wire.encoded import flat_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -194,6 +195,12 @@ class RunFacts:
     def client_needs(self) -> list[StageMemory]:
         """Memory that each stage needs of a client."""
         return client_needs(self.config, self.spec, self.cut, self.precision)
+
+    def moved_by_clients(self) -> list[int]:
+        """Bytes that a client of each stage moves in a step: weights, and its accumulator."""
+        stages, codec = range(self.config.fleet.stages), self.config.wire.gradients
+        trained = [flat_size(codec, self.spec.trained_params(self.cut, s)) for s in stages]
+        return [4 * self.spec.stage_params(self.cut, s) + trained[s] for s in stages]
 
     def stage_costs(self) -> list[float]:
         """FLOPs per token of the forward of each stage."""

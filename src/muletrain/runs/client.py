@@ -16,7 +16,7 @@ from muletrain.runs.join.removal import Members
 from muletrain.runs.worker_files import LEFT
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.servers import NoServer, Roaming
+from muletrain.runtime.pool.servers import Costs, NoServer, Roaming
 from muletrain.strategies import hub
 
 if TYPE_CHECKING:
@@ -106,8 +106,20 @@ class Helping:
         facts, host = help.facts, self._host
         fits = [s for s, need in enumerate(facts.client_needs()) if need.fits(help.machine.offer)]
         servers, make = partial(self.servers, help), partial(self.client, help, tasks)
-        draw, stays, work = random.Random(host.spec.name), host.spec.stage is not None, facts.plan().work
-        await Roaming(hub, servers, make, help.network, host.clock, work, fits, help.stage, draw, stays=stays).run()
+        costs, limit = Costs.of(facts.plan(), facts.moved_by_clients()), host.spec.bandwidth_bytes_per_s
+        await Roaming(
+            hub,
+            servers,
+            make,
+            help.network,
+            host.clock,
+            costs,
+            fits,
+            help.stage,
+            random.Random(host.spec.name),
+            byte_s=0.0 if limit is None else 1 / limit,
+            stays=host.spec.stage is not None,
+        ).run()
         return LEFT if self._stopped.is_set() else "the run has ended"
 
     async def client(self, help: Help, tasks: Tasks, stage: int, servers: Mapping[int, Sequence[PeerId]]) -> Client:

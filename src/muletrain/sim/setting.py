@@ -24,6 +24,7 @@ from muletrain.strategies import strategy_of
 from muletrain.strategies.swarm import SWARM
 from muletrain.units import format_memory
 from muletrain.wire.codec import IDS16, IDS32, encoded_size
+from muletrain.wire.encoded import flat_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -194,7 +195,7 @@ def run_cost(config: RunConfig, spec: Model, cut: Cut) -> RunCost:
         flops = spec.stage_flops(cut, s) * sequences * tokens
         ending_s = UPDATE_S * params if config.optimizer.state_device == "cpu" else 0.0
         exchanged = spec.trained_params(cut, s), spec.shared_params(cut, s)
-        averaged, tied = (_flat_size(config.wire.gradients, n) for n in exchanged)
+        averaged, tied = (flat_size(config.wire.gradients, n) for n in exchanged)
         costs.append(StageCost(flops, s < stages - 1, state, averaged, tied, ending_s))
     return RunCost(
         stages=tuple(costs),
@@ -204,11 +205,6 @@ def run_cost(config: RunConfig, spec: Model, cut: Cut) -> RunCost:
         sequences=sequences,
         tokens=sequences * tokens,
     )
-
-
-def _flat_size(codec: Codec, elements: int) -> int:
-    """Bytes of an encoded gradient in chunks."""
-    return int(encoded_size(codec, (1 << 20,)) / (1 << 20) * elements)
 
 
 def stages_for(fleet: Fleet, config: RunConfig, spec: Model) -> int:

@@ -46,6 +46,11 @@ def encoded_size(codec: str, shape: tuple[int, ...]) -> int:
     return elements * _SIZES[codec] + scale_bytes(codec, elements)
 
 
+def flat_size(codec: str, elements: int) -> int:
+    """Bytes of ``elements`` that travel in chunks."""
+    return int(encoded_size(codec, (1 << 20,)) / (1 << 20) * elements)
+
+
 def scale_bytes(codec: str, elements: int) -> int:
     """Bytes of the scales of a block-wise codec; else 0."""
     return 4 * -(-elements // BLOCK) if codec in (Codec.FP16, Codec.INT8, Codec.DYNAMIC8) else 0

@@ -241,6 +241,7 @@ def stage_needs(
             checkpointing=config.compute.checkpointing,
             lamb=optimizer.name == "lamb",
             alone=alone,
+            pooled=strategy.pooled,
         )
         for s in range(len(cut))
     ]

@@ -168,10 +168,10 @@ class State:
                 hasher.update(model.values[a:b].numpy().data.cast("B"))
             return hasher.digest()
 
-    def copied_weights(self) -> Tensor:
-        """A copy of the weights, [P], in memory."""
+    def copied_weights(self, begin: int = 0, end: int | None = None) -> Tensor:
+        """A copy of the weights from ``begin`` to ``end``, in memory."""
         with self._whole():
-            return self.model.values.clone()
+            return self.model.values[begin:end].clone()
 
     def copy(self) -> dict[str, Tensor]:
         """'model/NAME', and of trained parameters 'moment1/NAME', 'moment2/NAME', fp32: an immutable copy in backing

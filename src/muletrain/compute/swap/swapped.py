@@ -531,8 +531,8 @@ class SwappedCompute(ThreadedCompute):
     async def digest(self) -> bytes:
         return await self._read(self.state_.digest)
 
-    async def copied_weights(self) -> Tensor:
-        return await self._read(self.state_.copied_weights)
+    async def copied_weights(self, begin: int = 0, end: int | None = None) -> Tensor:
+        return await self.offload(self.state_.copied_weights, begin, end)
 
     def newest_for(self) -> tuple[int, ...]:
         return ()

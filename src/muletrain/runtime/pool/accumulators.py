@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from muletrain.compute.checks import is_finite
+from muletrain.compute.estimate import TRANSFERS
 from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.optim.sketch import SIZE, sketch
 from muletrain.policy.deadline import Usual
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.pool.checks import Checks
     from muletrain.runtime.pool.parts import PartsBySteps
 
-TRANSFERS = 4
-"""Number of clients that hand over at once: more clients would fill the server's download."""
 SILENT_S, STALLED_S = 10.0, 60.0
 """Seconds without any message, and without another chunk, after which an accumulator is lost with its client, which may
 have a part to finish first."""
@@ -168,23 +167,9 @@ class Accumulators:
 
     async def _take_over(self, client: PeerId, step: int) -> None:
         """Add a client's accumulator to ours, or have its parts computed again."""
-        generation = self.generation(step)
         try:
-            transfer = await self.fetch(client, generation, step)
-            verify, found = self._receiver.plan.verify > 0, np.zeros(SIZE)
-            if verify:
-                found = await self._inner.offload(sketch, transfer.values, self._receiver.seed(step))
-            while client in self._checks.concerned(step) and not transfer.problem:
-                await self._clock.sleep(CHECKED_S)  # the client brought back another part meanwhile
-            numbers, parts = transfer.contents or set(), self._parts.of(step)
-            if transfer.problem:
-                return  # the client was lost, and may have enlisted again by now
-            if self.generation(step) != generation or not numbers <= parts.holders().get(client, set()):
-                self._receiver.lose(client, "parts in its accumulator were taken back while it came")
-            elif verify and not alike(found, parts.claimed(client, numbers)):
-                self._receiver.expel(client, "its accumulator is not the sum of the gradients that it announced")
-            else:
-                self._arrived(client, step, transfer.values, numbers)
+            async with self._turns:
+                await self._add(client, step)
         except NothingLeft:
             return
         except Unreached:
@@ -194,6 +179,25 @@ class Accumulators:
             self._receiver.lose(client, str(e), again_at=OWN if e.here else None)
         finally:
             self.news.set()
+
+    async def _add(self, client: PeerId, step: int) -> None:
+        """Fetch, check and add the accumulator of ``client``. Raises as ``fetch`` does."""
+        generation = self.generation(step)
+        transfer = await self.fetch(client, generation, step)
+        verify, found = self._receiver.plan.verify > 0, np.zeros(SIZE)
+        if verify:
+            found = await self._inner.offload(sketch, transfer.values, self._receiver.seed(step))
+        while client in self._checks.concerned(step) and not transfer.problem:
+            await self._clock.sleep(CHECKED_S)  # the client brought back another part meanwhile
+        numbers, parts = transfer.contents or set(), self._parts.of(step)
+        if transfer.problem:
+            return  # the client was lost, and may have enlisted again by now
+        if self.generation(step) != generation or not numbers <= parts.holders().get(client, set()):
+            self._receiver.lose(client, "parts in its accumulator were taken back while it came")
+        elif verify and not alike(found, parts.claimed(client, numbers)):
+            self._receiver.expel(client, "its accumulator is not the sum of the gradients that it announced")
+        else:
+            self._arrived(client, step, transfer.values, numbers)
 
     def _arrived(self, client: PeerId, step: int, values: Tensor, numbers: set[int]) -> None:
         """The gradients ``numbers`` are here: their sum is ``values``, flat fp32 [G]."""
@@ -215,27 +219,24 @@ class Accumulators:
     async def fetch(self, client: PeerId, generation: int, step: int) -> Transfer:
         """Returns the accumulator of ``client``: the gradients that the client should have, and gradients that have
         come to count meanwhile. Raises Lost, Unreached, and NothingLeft."""
-        async with self._turns:
-            wanted = self._parts.of(step).holders().get(client, set())
-            if not wanted:
-                raise NothingLeft
-            self._numbers += 1
-            chunks = range(-(-self._inner.n_trained // self._receiver.plan.chunk))
-            transfer = Transfer(self._numbers, torch.empty(self._inner.n_trained), set(chunks))
-            ask = AskAccumulator(
-                generation=generation, step=step, transfer=transfer.number, givings=tuple(sorted(wanted))
-            )
-            self._transfers[client] = transfer
-            try:
-                begin, together = self._clock.now(), len(self._transfers)
-                await self._net.send(client, ask.frame(), channel=ask.CHANNEL, timeout_s=SEND_S)
-                await self._arrival(client, step, transfer)
-                self.each_s = (self._clock.now() - begin) / max(together, len(self._transfers))
-            except NetworkError as e:
-                raise Unreached(str(e)) from e
-            finally:
-                if self._transfers.get(client) is transfer:
-                    del self._transfers[client]
+        wanted = self._parts.of(step).holders().get(client, set())
+        if not wanted:
+            raise NothingLeft
+        self._numbers += 1
+        chunks = range(-(-self._inner.n_trained // self._receiver.plan.chunk))
+        transfer = Transfer(self._numbers, torch.empty(self._inner.n_trained), set(chunks))
+        ask = AskAccumulator(generation=generation, step=step, transfer=transfer.number, givings=tuple(sorted(wanted)))
+        self._transfers[client] = transfer
+        try:
+            begin, together = self._clock.now(), len(self._transfers)
+            await self._net.send(client, ask.frame(), channel=ask.CHANNEL, timeout_s=SEND_S)
+            await self._arrival(client, step, transfer)
+            self.each_s = (self._clock.now() - begin) / max(together, len(self._transfers))
+        except NetworkError as e:
+            raise Unreached(str(e)) from e
+        finally:
+            if self._transfers.get(client) is transfer:
+                del self._transfers[client]
         if not wanted <= (transfer.contents or set()):
             raise Lost("its accumulator lacks parts that it should contain")
         if not await self._inner.offload(is_finite, transfer.values):

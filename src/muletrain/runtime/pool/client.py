@@ -110,6 +110,8 @@ class Client:
         """The steps that compute with the newest weights; (): all steps."""
         self.version = -1
         """See ``servers.Worker``."""
+        self._heard_s, self.step_s = 0.0, 0.0
+        """When that version came, and see ``servers.Worker``."""
         self._told = self._sits_out = -1
         """Versions of the weights: reported to our server, and sat out."""
         self._rests, self._given = Rests(random.Random(net.peer_id)), True
@@ -117,7 +119,7 @@ class Client:
         self._weights = WeightsDownload(net, compute, plan, tasks)
         self._accumulator = Accumulator(compute)
         self._work = PartWork(compute, plan, self._accumulator)
-        self._handing_over = 0
+        self._handing_over, self._handed_over_s = 0, 0.0
         self._out: dict[int, asyncio.Task[None]] = {}
         """Parts that we compute, by number."""
         net.receive(self._on_frame, tuple(FROM_SERVER), self)
@@ -127,6 +129,11 @@ class Client:
     def over(self) -> bool:
         """Has the run ended, or was this client stopped?"""
         return self._ended
+
+    @property
+    def transfers_s(self) -> float:
+        """See ``servers.Worker``."""
+        return self._weights.took_s + self._handed_over_s
 
     def stop(self) -> None:
         """Leave in order."""
@@ -195,6 +202,10 @@ class Client:
             self._servers.known = state.servers
             self._weights.ask_again()  # a server that has moved to another stage does not answer
         if state.version > self.version:
+            now = self._clock.now()
+            if self.version >= 0:
+                self.step_s = (now - self._heard_s) / (state.version - self.version)
+            self._heard_s = now
             self.version, self._wanted, self._steps = state.version, state.weights, state.steps
             self._changed()
 
@@ -401,7 +412,7 @@ class Client:
         self._handing_over += 1
         try:
             gradient, givings = await self._accumulator.hand_over(ask.generation, ask.step, {*ask.givings})
-            size = self._plan.chunk
+            size, begin = self._plan.chunk, self._clock.now()
             await self._send(Contents(transfer=ask.transfer, givings=tuple(sorted(givings))))
             for chunk in range(-(-len(gradient) // size)):
                 part = gradient[chunk * size : (chunk + 1) * size]
@@ -409,6 +420,7 @@ class Client:
                 if enlistment != self._enlistment:
                     return
                 await self._send(AccumulatorChunk(transfer=ask.transfer, chunk=chunk), [tensor])
+            self._handed_over_s = self._clock.now() - begin
         except (NetworkError, _Left):
             self._give_up(enlistment)
         finally:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from blake3 import blake3
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError
 from muletrain.policy.deadline import Deadline, backoff_s
+from muletrain.policy.passes import Pass
 from muletrain.policy.worker import server_to_move_to
 from muletrain.runtime.pool.messages import Enlisted, GetState
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from muletrain.clock import Clock
     from muletrain.network.base import Network, PeerId
     from muletrain.runtime.core.messages import Message
+    from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
 
 CALL_S, CALL_FLOOR_S = 10.0, 2.0
@@ -171,7 +174,9 @@ class StageServers:
 class Rule(Protocol):
     """Chooses the stage that a client helps (``strategies.hub``)."""
 
-    def stage_to_help(self, work: Sequence[float], speeds: Sequence[float], fits: Collection[int]) -> int | None: ...
+    def stage_to_help(
+        self, work: Sequence[float], speeds: Sequence[float], fits: Collection[int], left: Sequence[float]
+    ) -> int | None: ...
 
     def stage_to_move_to(
         self,
@@ -182,13 +187,48 @@ class Rule(Protocol):
         together: float,
         fits: Collection[int],
         drawn: float,
+        left: Sequence[float],
     ) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of a step at each stage. ``work``: of a sequence, in any unit; ``moved``: of the weights that come to a client
+    and the accumulator that leaves it [bytes]; ``passes``: of all sequences [forward passes of a sequence]."""
+
+    work: Sequence[float]
+    moved: Sequence[float]
+    passes: float
+
+    @classmethod
+    def of(cls, plan: Plan, moved: Sequence[float]) -> Costs:
+        """Returns the costs of a step of ``plan``."""
+        return cls(plan.work, moved, Pass.LOSS.cost * plan.microbatches * plan.sequences)
+
+    def step_s(self, helpers: Sequence[Helpers]) -> float:
+        """Returns the least seconds of a step: the slowest stage computes without a break."""
+        return self.passes / min(h.speed + h.own for h in helpers)
+
+    def left(self, byte_s: float, step_s: float) -> list[float]:
+        """Returns the share of a step of ``step_s`` that each stage's transfers leave to a client that moves a byte in
+        ``byte_s`` seconds."""
+        return [1 - byte_s * nbytes / step_s for nbytes in self.moved]
 
 
 class Worker(Protocol):
     """Works at one stage (``client``)."""
 
     moved: bool
+
+    @property
+    def transfers_s(self) -> float:
+        """Seconds that the last weights and the last accumulator took; 0: unmeasured."""
+        ...
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the last step; 0: unmeasured."""
+        ...
 
     @property
     def version(self) -> int:
@@ -202,9 +242,9 @@ class Worker(Protocol):
 
 class Roaming:
     """Works at one stage after the other. ``servers``: returns the servers of each stage, or raises NoServer; ``make``:
-    makes the client of a stage in place of the previous client, or raises MuletrainError. ``work``: of each stage, for
-    a sequence; ``fits``: stages whose weights this machine can hold; ``stage``: the first stage, or None for a choice;
-    ``stays``: the first stage is the only stage."""
+    makes the client of a stage in place of the previous client, or raises MuletrainError. ``fits``: stages whose
+    weights this machine can hold; ``stage``: the first stage, or None for a choice; ``byte_s``: seconds for a byte on
+    the client's link, until measured; ``stays``: the first stage is the only stage."""
 
     def __init__(
         self,
@@ -213,15 +253,17 @@ class Roaming:
         make: Callable[[int, Mapping[int, Sequence[PeerId]]], Awaitable[Worker]],
         net: Network,
         clock: Clock,
-        work: Sequence[float],
+        costs: Costs,
         fits: Collection[int],
         stage: int | None,
         draw: random.Random,
         *,
+        byte_s: float = 0.0,
         stays: bool = False,
     ) -> None:
         self._rule, self._servers, self._make, self._net, self._clock = rule, servers, make, net, clock
-        self._work, self._fits, self._first, self._stays, self._draw = work, fits, stage, stays, draw
+        self._costs, self._fits, self._first, self._stays, self._draw = costs, fits, stage, stays, draw
+        self._byte_s = byte_s
 
     async def run(self) -> None:
         """Work until the run ends, or the client is stopped. Raises MuletrainError."""
@@ -229,7 +271,9 @@ class Roaming:
         while True:
             servers = await self._servers()
             if stage is None:
-                stage = self._rule.stage_to_help(self._work, self._speeds(await self._helpers(servers)), self._fits)
+                helpers = await self._helpers(servers)
+                left = self._costs.left(self._byte_s, self._costs.step_s(helpers))
+                stage = self._rule.stage_to_help(self._costs.work, self._speeds(helpers), self._fits, left)
                 assert stage is not None  # a machine without memory for any stage is no client
             client = await self._make(stage, servers)
             looking = asyncio.create_task(self._look_elsewhere(stage, client))
@@ -256,9 +300,12 @@ class Roaming:
                     continue
                 if client.version != version:  # clients that decide to move in a step all do so at its end, at once
                     version, drawn = client.version, self._draw.random()
-                ours, speeds = helpers[stage], self._speeds(helpers)
+                if client.transfers_s:
+                    self._byte_s = client.transfers_s / self._costs.moved[stage]
+                work, ours, step_s = self._costs.work, helpers[stage], client.step_s
+                left = self._costs.left(self._byte_s, step_s) if step_s else ()
                 to = self._rule.stage_to_move_to(
-                    self._work, speeds, stage, ours.clients, ours.speed * self._work[stage], self._fits, drawn
+                    work, self._speeds(helpers), stage, ours.clients, ours.speed * work[stage], self._fits, drawn, left
                 )
                 if to is not None:
                     client.move()
@@ -267,8 +314,8 @@ class Roaming:
 
     async def _helpers(self, servers: Mapping[int, Sequence[PeerId]]) -> list[Helpers]:
         """Returns the clients of each stage."""
-        return [await helpers_of(self._net, servers.get(s, ())) for s in range(len(self._work))]
+        return [await helpers_of(self._net, servers.get(s, ())) for s in range(len(self._costs.work))]
 
     def _speeds(self, helpers: Sequence[Helpers]) -> list[float]:
         """Returns the work per second of the servers and clients of each stage."""
-        return [(h.speed + h.own) * work for h, work in zip(helpers, self._work, strict=True)]
+        return [(h.speed + h.own) * work for h, work in zip(helpers, self._costs.work, strict=True)]

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING
 
+from muletrain.clock import loop_time_s
 from muletrain.config.schema import Codec
 from muletrain.errors import Malformed, NetworkError
 from muletrain.optim.flat import flat_digest
@@ -43,20 +44,18 @@ class WeightsUpload:
         self._compute, self._chunk, self._net, self._tasks = compute, chunk, net, tasks
         self._digest: bytes | None = None
         """Digest of the current weights; None: about to change."""
-        self._weights: asyncio.Task[Tensor] | None = None
-        """The current weights, once requested."""
         self._takers: dict[PeerId, deque[int]] = {}
         """The chunks that each peer is still to get."""
         self._turns = asyncio.Semaphore(TAKERS)
 
     def close(self) -> None:
         """The weights are about to change."""
-        self._digest = self._weights = None
+        self._digest = None
         self._takers.clear()
 
     def begin(self, digest: bytes) -> None:
         """The weights have this digest now."""
-        self._digest, self._weights = digest, None
+        self._digest = digest
 
     def on_asked(self, sender: PeerId, ask: GetWeights) -> None:
         """Send the chunks, unless ``sender`` asks for other weights: the current weights are announced anyway."""
@@ -75,13 +74,10 @@ class WeightsUpload:
         try:
             async with self._turns:
                 while chunks and self._takers.get(peer) is chunks:
-                    if self._weights is None:
-                        self._weights = self._tasks.spawn(self._compute.copied_weights(), "weights")
-                    values, size = await asyncio.shield(self._weights), self._chunk
-                    if self._takers.get(peer) is not chunks or not chunks:
+                    chunk, size = chunks.popleft(), self._chunk
+                    part = await self._compute.copied_weights(chunk * size, (chunk + 1) * size)
+                    if self._takers.get(peer) is not chunks:  # the weights may have changed
                         return
-                    chunk = chunks.popleft()
-                    part = values[chunk * size : (chunk + 1) * size]
                     tensor = await self._compute.offload(encode, part, Codec.FP32)
                     message = WeightsChunk(weights=digest, chunk=chunk)
                     await self._net.send(peer, message.frame([tensor]), channel=message.CHANNEL, timeout_s=SEND_S)
@@ -99,6 +95,7 @@ class _Coming:
         self.digest, self.values = digest, values
         self.ranges = chunk_ranges(0, n_params, chunk)
         self.left, self.begun = set(range(len(self.ranges))), set[int]()
+        self.since_s = loop_time_s()
 
 
 class WeightsDownload:
@@ -110,6 +107,8 @@ class WeightsDownload:
         self._missed = False
         """A requested chunk may not come."""
         self.news = asyncio.Event()
+        self.took_s = 0.0
+        """Seconds that the last weights took or, of weights that did not come whole, would have taken; 0: unmeasured."""
 
     def ask_again(self) -> None:
         """A message may have been lost."""
@@ -155,6 +154,8 @@ class WeightsDownload:
             return values if whole and wanted() else None
         finally:
             self._coming = None
+            since_s, came = loop_time_s() - coming.since_s, len(coming.ranges) - len(coming.left)
+            self.took_s = since_s * len(coming.ranges) / came if came else max(self.took_s, since_s)
 
     def _ask(self, coming: _Coming, servers: tuple[PeerId, ...]) -> None:
         """Ask each server for an equal part of the missing chunks."""

@@ -98,8 +98,8 @@ class HollowCompute:
     async def gather(self, step: int) -> None:
         pass
 
-    async def copied_weights(self) -> Tensor:
-        return torch.full((PARAMS,), float(self._updates))
+    async def copied_weights(self, begin: int = 0, end: int | None = None) -> Tensor:
+        return torch.full((len(range(PARAMS)[begin:end]),), float(self._updates))
 
     def newest_for(self) -> tuple[int, ...]:
         if not self.delayed:

@@ -35,7 +35,7 @@ from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.servers import Roaming
+from muletrain.runtime.pool.servers import Costs, Roaming
 from muletrain.sim.fleet.accounts import always
 from muletrain.sim.fleet.flow import Churn
 from muletrain.sim.fleet.hollow import HollowCompute, HollowTokens, hollow_plan
@@ -285,7 +285,9 @@ class Actors(VirtualHost):
         self.begin(name, self._client(name, stage, self.arrive(name)))
 
     async def _client(self, name: str, stage: int | None, network: MemoryNetwork) -> None:
-        kind, tasks, work = self._setting.kinds[self._kind_of[name]], Tasks(InlineExecutor()), self.plan.work
+        kind, tasks = self._setting.kinds[self._kind_of[name]], Tasks(InlineExecutor())
+        moved = [s.weight_bytes + s.averaged_bytes for s in self._setting.cost.stages]
+        costs = Costs.of(self.plan, moved)
 
         async def servers() -> dict[int, list[str]]:
             found = defaultdict[int, list[str]](list)
@@ -303,7 +305,7 @@ class Actors(VirtualHost):
             there = tuple(servers.get(stage, ()))
             return Client(network, self.clock, tasks, compute, self.plan, self.genesis.config, name, there)
 
-        roaming = Roaming(hub, servers, make, network, self.clock, work, kind.fits, stage, random.Random(name))
+        roaming = Roaming(hub, servers, make, network, self.clock, costs, kind.fits, stage, random.Random(name))
         await self.live(name, network, roaming.run(), tasks)
 
     @cached_property
