@@ -118,10 +118,8 @@ def own(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     [
         ("llama-linear", ()),
         ("gpt2", ("adapter.rslora=true", "adapter.alpha=3")),
-        pytest.param("qwen3", ('adapter.targets=["q_proj", "v_proj"]',), marks=pytest.mark.full),
-        pytest.param(
-            "qwen3-moe", ('adapter.targets=["q_proj", "k_proj", "v_proj", "o_proj"]',), marks=pytest.mark.full
-        ),
+        pytest.param("qwen3", ('adapter.targets=["q_proj", "v_proj"]',)),
+        pytest.param("qwen3-moe", ('adapter.targets=["q_proj", "k_proj", "v_proj", "o_proj"]',)),
     ],
 )
 def test_a_fleet_trains_an_adapter_as_peft_does_though_a_peer_is_killed(
@@ -151,7 +149,6 @@ def test_a_fleet_trains_an_adapter_as_peft_does_though_a_peer_is_killed(
 
 
 @pytest.mark.parametrize("strategy", ["hub", "swap"])
-@pytest.mark.full
 def test_clients_and_swapped_stages_train_adapters(tmp_path: Path, strategy: str) -> None:
     profile = tmp_path / "fleet.toml"
     profile.write_text('[[machines]]\nname = "home"\ncount = 8\n[pacing]\nforward_ms = 40.0\nbackward_ms = 80.0\n')

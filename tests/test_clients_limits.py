@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 CONFIG = bytes(32)
 
 
+async def room(numbers: int) -> torch.Tensor:
+    """Of a compute's stand-in."""
+    return torch.empty(numbers)
+
+
 def server_in(hub: MemoryHub, emit: Any, tasks: Tasks) -> Clients:
     """Stage 0's only server."""
     net = hub.join("server")
@@ -88,7 +93,9 @@ def test_a_client_between_two_servers_hears_at_once_that_the_run_has_ended() -> 
     async def scenario() -> float:
         hub, tasks, clock = MemoryHub(), Tasks(), LoopClock()
         server = server_in(hub, lambda event: None, tasks)
-        compute: Any = SimpleNamespace(stage=0, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None)
+        compute: Any = SimpleNamespace(
+            stage=0, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None, room=room
+        )
         plan: Any = SimpleNamespace(chunk=1, microbatches=1, verify=0.0, capacity=1)
         client = Client(hub.join("client"), clock, Tasks(), compute, plan, CONFIG, "c", ("server",))
         running = asyncio.create_task(client.run())
@@ -114,7 +121,9 @@ def test_a_client_between_two_stages_hears_at_once_that_the_run_has_ended() -> N
         enlist = Enlist(name="c", config=CONFIG, stage=0, enlistment=1).pack()
         await net.call("server", Enlist.KIND, enlist, timeout_s=1)
         server._desk.lose("client", "it leaves for another stage")  # type: ignore[attr-defined]
-        compute: Any = SimpleNamespace(stage=1, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None)
+        compute: Any = SimpleNamespace(
+            stage=1, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None, room=room
+        )
         plan: Any = SimpleNamespace(chunk=1, microbatches=1, verify=0.0, capacity=1)
         client = Client(net, clock, Tasks(), compute, plan, CONFIG, "c", ("gone",), others=("server",))
         running = asyncio.create_task(client.run())
@@ -137,7 +146,9 @@ def test_an_orderly_end_is_no_refusal(ends: str) -> None:
         server, net = server_in(hub, lambda event: None, tasks), hub.join("client")
         for each in (server._net, net):
             each.on_refusal(lambda who, why: refused.append(why))
-        compute: Any = SimpleNamespace(stage=0, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None)
+        compute: Any = SimpleNamespace(
+            stage=0, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None, room=room
+        )
         plan: Any = SimpleNamespace(chunk=1, microbatches=1, verify=0.0, capacity=1)
         client = Client(net, LoopClock(), tasks, compute, plan, CONFIG, "c", ("server",))
         running = asyncio.create_task(client.run())

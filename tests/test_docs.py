@@ -33,7 +33,7 @@ QUICK = ("muletrain config", "muletrain config --fleet", "python -m reproduction
 """Commands of the pages that run here. Tests of their own run others; the rest need machines, a run folder, or
 minutes."""
 PEERS, CLIENTS = (tuple(f"{kind}-{k}" for k in range(4)) for kind in ("peer", "client"))
-FOLDERS = ("src", "tests", "benchmarks", "proofs", "reproduction", "docs")
+FOLDERS = ("src", "tests", "benchmarks", "proofs", "reproduction", "docs", "examples")
 MODULES = [f"/{path.relative_to(ROOT).as_posix()}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 WRITTEN = {"blocks/blocks.py"}
 """Modules that a command writes."""

@@ -17,7 +17,7 @@ QUICK = "alone", "a client of a hub", "a server of a hub"
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+    "name", [pytest.param(name, marks=pytest.mark.alone if name in QUICK else pytest.mark.slow) for name in CASES]
 )
 def test_a_stage_takes_the_memory_that_was_planned(name: str) -> None:
     found = measured(name)

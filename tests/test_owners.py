@@ -134,6 +134,11 @@ ATTACKS: dict[str, list[str]] = {
         "data.tokenizer={trap}/tokenizer.json",
         "data.cache={trap}/cache",
     ],
+    "`data.format`, `data.chat_template`, `data.loss_on`, `data.pack`": [
+        "data.format=messages",
+        "data.chat_template={trap}/secret.txt",
+    ],
+    "`adapter`": ["adapter.rank=4", "adapter.from={trap}/adapter"],
     "`data.validation`": ["data.validation={trap}/secret.txt"],
     "`data.field`": ["data.field=../../etc/passwd"],
     "`data.share`": ["data.share=true"],
@@ -201,6 +206,9 @@ def test_what_a_founder_puts_into_its_configuration_touches_nothing_of_a_joiner(
             with pytest.raises(
                 AdmissionError, match=r"held-out text of its own \(data\.validation\).* join without it"
             ):
+                own_data(host_of(spec), facts, own.tokenizer_json, own.digest)
+        elif "data.chat_template" in row:
+            with pytest.raises(AdmissionError, match="lacks the text of its chat template; join without it"):
                 own_data(host_of(spec), facts, own.tokenizer_json, own.digest)
         elif "data.field" not in row:
             own_data(host_of(spec), facts, own.tokenizer_json, own.digest)

@@ -247,4 +247,4 @@ def test_where_swapping_is_off_it_is_turned_away(tmp_path: Path) -> None:
             check_stage(facts, 0, Offer(int(0.002 * 2**30)))
     check_stage(facts_of(tmp_path)[0], 0, Offer(int(0.002 * 2**30)))
     with pytest.raises(CapacityError, match="even swapped it needs"):
-        check_stage(facts_of(tmp_path)[0], 0, Offer(1 << 20))
+        check_stage(facts_of(tmp_path)[0], 0, Offer(1 << 18))

@@ -28,12 +28,15 @@ def each(precision: Precision = Precision.FP32, *, client: bool = False, copied:
     return tuple(round(part / params) for part in parts)  # type: ignore[return-value]
 
 
-def swapped(*, alone: bool) -> Bytes:
+def swapped(*, alone: bool = False, client: bool = False) -> Bytes:
     """The same for a stage that is swapped, whose device holds two blocks and whose other memory is never a disk."""
     spec = ModelSpec.from_config(ModelConfig(preset="llama-7b"))
     cut, ample = spec.cut(4), Offer(1 << 50, 1 << 50)
-    need = swap_memory(spec, cut, 1, 0, Precision.FP32, microbatches=1, lamb=False, disk=False, alone=alone)
-    whole = round((need.state + need.gradients + (0 if alone else need.copies(ample))) / spec.stage_params(cut, 1))
+    need = swap_memory(
+        spec, cut, 1, 0, Precision.FP32, microbatches=1, lamb=False, disk=False, alone=alone, client=client
+    )
+    copies = 0 if alone or client else need.copies(ample)
+    whole = round((need.state + need.gradients + copies) / spec.stage_params(cut, 1))
     return whole, 0, whole
 
 
@@ -53,8 +56,13 @@ def roles() -> Iterator[list[str]]:
     for name, how in ways.items():
         found = [each(precision, **how) for precision in PRECISIONS]
         yield [name, *(text for one, device, host in found for text in (str(one), f"{device} + {host}"))]
-    for name, alone in (("swapped, with replicas", False), ("swapped, alone", True)):
-        one, _, host = swapped(alone=alone)
+    kinds: dict[str, dict[str, bool]] = {
+        "swapped, with replicas": {},
+        "swapped, alone": {"alone": True},
+        "client of a hub, swapped": {"client": True},
+    }
+    for name, how in kinds.items():
+        one, _, host = swapped(**how)
         yield [name, *2 * [str(one), f"2 blocks + {host}"]]
 
 

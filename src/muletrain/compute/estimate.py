@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.config.schema import Precision
+from muletrain.model.pieces import WHOLE
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from muletrain.config.schema import Checkpointing
     from muletrain.model.chain import Model
+    from muletrain.model.pieces import Inside
     from muletrain.planning.partition import Cut
 
 
@@ -101,6 +103,14 @@ class Offer:
         return format_memory(self.device) + beside
 
 
+class Finer(NamedTuple):
+    """A cut of a swapped stage's blocks into pieces, with the needs that differ from those of whole blocks."""
+
+    inside: Inside
+    least: int
+    between: int
+
+
 @dataclass(frozen=True)
 class SwapMemory:
     """Memory needs of a swapped stage [bytes]. ``disk``: the backing memory is a disk; None: for a device without
@@ -109,7 +119,7 @@ class SwapMemory:
     beside: int
     """On the device beside the sub-models: inputs, outputs, and windows of the update."""
     least: int
-    """On the device, with one block at a time."""
+    """On the device, with one block at a time, or one piece of a block (``inside``)."""
     state: int
     """In backing memory: weights and moments."""
     gradients: int
@@ -124,6 +134,20 @@ class SwapMemory:
     """In the machine's memory, never in files: ``tied_bytes``."""
     disk: bool | None = None
     alone: bool = False
+    inside: Inside = WHOLE
+    """How blocks are cut."""
+    finer: tuple[Finer, ...] = ()
+    """Other cuts, of which each needs less on the device than the one before: for machines that are too small for two
+    neighbouring blocks. Empty: blocks of this model are not cut."""
+
+    def at(self, offer: Offer) -> SwapMemory:
+        """The needs on a machine with this offer: with whole blocks if these fit, else with the coarsest pieces that fit,
+        else with the finest."""
+        if self.on_device(offer) <= offer.device or not self.finer:
+            return self
+        beside = self.on_device(offer) - self.least
+        found = next((cut for cut in self.finer if cut.least + beside <= offer.device), self.finer[-1])
+        return replace(self, least=found.least, between=found.between, inside=found.inside, finer=())
 
     def on_device(self, offer: Offer) -> int:
         """At least, on the device of a machine with this offer."""
@@ -162,19 +186,23 @@ class SwapMemory:
 
     def fits(self, offer: Offer) -> bool:
         """Can a machine with this offer swap the stage? The disk is not considered here."""
-        beside = self.on_disk(offer) or (offer.host is not None and self.on_host <= offer.host)
-        return self.on_device(offer) <= offer.device and beside
+        need = self.at(offer)
+        beside = need.on_disk(offer) or (offer.host is not None and need.on_host <= offer.host)
+        return need.on_device(offer) <= offer.device and beside
 
     def problem(self, offer: Offer) -> str:
         """The reason why the offer does not suffice, and a sufficient offer."""
-        if (least := self.on_device(offer)) > offer.device:
+        need = self.at(offer)
+        if (least := need.on_device(offer)) > offer.device:
+            whole = "its largest block, which cannot be cut"
+            largest = whole if need.inside == WHOLE else "the largest piece of its blocks, which are cut"
             return (
-                f"even swapped it needs {format_memory(least)}, for its largest block, the next one and a microbatch, and "
+                f"even swapped it needs {format_memory(least)}, for {largest}, the next one and a microbatch, and "
                 f"{format_memory(offer.device)} may be used: give more memory (compute.memory), or take a smaller train.microbatch"
             )
         has = "none is" if offer.host is None else f"{format_memory(offer.host)} may be used"
         return (
-            f"swapped it needs {format_memory(self.on_host)} of the machine's memory beside a GPU, and {has}: take swap.backing = 'disk', "
+            f"swapped it needs {format_memory(need.on_host)} of the machine's memory beside a GPU, and {has}: take swap.backing = 'disk', "
             f"or begin the run with more stages"
         )
 
@@ -240,7 +268,7 @@ class StageMemory:
     def spare(self, offer: Offer) -> int:
         """Memory of the machine that stays free."""
         if not self.resident(offer) and self.swapped is not None:
-            return self.swapped.spare(offer)
+            return self.swapped.at(offer).spare(offer)
         return max(0, offer.device - self.of_device(offer) if offer.host is None else offer.host - self.on_host)
 
     def need(self, offer: Offer | None = None) -> str:

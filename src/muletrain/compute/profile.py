@@ -26,6 +26,8 @@ from muletrain.config.section import Section
 from muletrain.errors import CapacityError
 from muletrain.model.dropout import Masks
 from muletrain.model.make import make_block
+from muletrain.model.piece_modules import HeadPiece, piece_module
+from muletrain.model.pieces import WHOLE, decoder_of, pieces_of
 from muletrain.model.stage import INIT_STD
 from muletrain.model.traced.chain import TracedModel
 from muletrain.units import format_memory, plural
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from muletrain.config.schema import Precision
     from muletrain.model.chain import Model, TensorType
     from muletrain.model.module import StageModule
+    from muletrain.model.pieces import Inside, Kind, Piece
 
 PASSES, LOADS = (3, 50), 5
 """Fewest passes over a block and most, beside one warm-up pass; and number of copies of the weights to the device."""
@@ -118,10 +121,13 @@ def needed(model: Model, part: int, at: Conditions) -> int:
 class Block:
     """One block, alone on the device."""
 
-    def __init__(self, model: Model, part: int, at: Conditions, hidden: Tensor) -> None:
+    def __init__(self, model: Model, part: int, at: Conditions, hidden: Tensor, piece: Piece | None = None) -> None:
+        """``piece``: instead of the whole block, the first slice of a kind."""
         runs = ((0, 0), *((layer, layer + 1) for layer in range(model.layers)), (model.layers, model.layers))
         # where stages meet differs from run to run, and what compresses there is small beside a block
-        self._module: StageModule = make_block(model.compressed(None), part, runs)
+        self._module: StageModule = (
+            make_block(model.compressed(None), part, runs) if piece is None else piece_module(piece)
+        )
         self._device, self._last = at.device, part == model.layers + 1
         self._host = {name: _drawn(shape, at) for name, shape in self._module.shapes().items()}
         self._inputs = _samples(model.inputs, model, at) if part == 0 else hidden.to(at.device)
@@ -131,10 +137,10 @@ class Block:
     def parameter_bytes(self) -> int:
         return sum(weight.nbytes for weight in self._host.values())
 
-    def load(self) -> float:
-        """Copy the weights to the device. Returns seconds."""
+    def load(self, *, copy: bool = True) -> float:
+        """Copy the weights to the device. Returns seconds. ``copy`` False: not where they are there already."""
         begin = now(self._device)
-        loaded = {name: weight.to(self._device, copy=True, non_blocking=True) for name, weight in self._host.items()}
+        loaded = {name: weight.to(self._device, copy=copy, non_blocking=True) for name, weight in self._host.items()}
         took_s = now(self._device) - begin
         self._module.bind(loaded)
         return took_s
@@ -148,7 +154,10 @@ class Block:
             wanted.append(inputs.requires_grad_())
         begin = now(self._device)
         masks, seed = Masks(0, 0, 0), None
-        if self._last:
+        if isinstance(self._module, HeadPiece):
+            output = self._module.score(inputs, self._targets[:sequences])
+            seed = torch.ones_like(output)
+        elif self._last:
             output = self._module.loss(inputs, self._targets[:sequences], masks)
         else:
             output = self._module(inputs, masks)
@@ -265,11 +274,12 @@ class BlockTimes:
     tokens: int
 
 
-def _quick(model: Model, part: int, at: Conditions, budget_s: float) -> BlockTimes:
-    """Measure one block with as few sequences as the budget demands. Raises CapacityError if memory is too small."""
+def _quick(model: Model, part: int, at: Conditions, budget_s: float, piece: Piece | None = None) -> BlockTimes:
+    """Measure one block, or a ``piece``, with as few sequences as the budget demands. Raises CapacityError if memory is
+    too small."""
     try:
-        block = Block(model, part, at, torch.randn(at.sequences, model.context, model.width).to(at.dtype))
-        block.load()
+        block = Block(model, part, at, torch.randn(at.sequences, model.context, model.width).to(at.dtype), piece)
+        block.load(copy=False)
         block.once(1)  # libraries load, and choose how to compute
         count = max(1, min(at.sequences, int(budget_s / QUICK_PASSES / sum(block.once(1)))))
         return BlockTimes(*block.median_s(1, budget_s, count), count, model.context)
@@ -284,24 +294,30 @@ class KindTimes(Section):
     each: tuple[tuple[float, float], ...]
 
 
-def part_times(model: Model, at: Conditions) -> dict[int, tuple[float, float]]:
-    """Seconds of a forward and of a backward for each token, by part of the chain (0: before the first block). One block
-    of each kind is measured (ATOM, sec. III-D), unless the cache has this model on this kind of device. Raises
-    CapacityError if memory is too small."""
-    groups = alike(model)
+def part_times(model: Model, at: Conditions, inside: Inside = WHOLE) -> dict[int | Kind, tuple[float, float]]:
+    """Seconds of a forward and of a backward for each token, by part of the chain (0: before the first block), or by kind
+    of piece where blocks are cut ``inside``. One block or piece of each kind is measured (ATOM, sec. III-D), unless the
+    cache has this model on this kind of device. Raises CapacityError if memory is too small."""
+    groups: list[tuple[Sequence[int | Kind], int, Piece | None]] = []
+    decoder = decoder_of(model.compressed(None))
+    for parts in alike(model):
+        pieces = [] if decoder is None else [p for p in pieces_of(decoder, parts[0], inside) if p.opens]
+        groups += [([piece.kind], parts[0], piece) for piece in pieces] or [(parts, parts[0], None)]
     about: dict[str, object] = {
         "model": model.compressed(None).to_json(),
         "device": chip(at.device),
         "sequences": at.sequences,
     }
     about |= {"precision": at.precision.value, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    if inside != WHOLE:
+        about["inside"] = list(inside)
     known = kept("times", about, KindTimes)
     if known is None or len(known.each) != len(groups):
-        found = (_quick(model, parts[0], at, QUICK_S / 2) for parts in groups)
+        found = (_quick(model, part, at, QUICK_S / 2, *filter(None, [piece])) for _, part, piece in groups)
         tokens = ((times, times.sequences * times.tokens) for times in found)
         known = KindTimes(each=tuple((times.forward_s / n, times.backward_s / n) for times, n in tokens))
         keep("times", about, known)
-    return {part: times for parts, times in zip(groups, known.each, strict=True) for part in parts}
+    return {part: times for (parts, *_), times in zip(groups, known.each, strict=True) for part in parts}
 
 
 def block_times(spec: Model, sequences: int, device: torch.device, precision: Precision) -> BlockTimes:

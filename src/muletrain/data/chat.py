@@ -179,10 +179,15 @@ def resolved(config: DataConfig) -> DataConfig:
 # Templates ------------------------------------------------------------------------------------------------------------
 
 
+def is_resolved(template: str | None) -> bool:
+    """Is there nothing left to look up for ``data.chat_template``?"""
+    return template is not None and template.startswith(_RESOLVED)
+
+
 def chat_template(config: DataConfig) -> str:
     """The text of ``data.chat_template``, or the tokenizer's own, with its special tokens bound. Raises DataError."""
     given = config.chat_template
-    if given is not None and given.startswith(_RESOLVED):
+    if given is not None and is_resolved(given):
         return given
     own, tokens = _declared(config.tokenizer)
     if given is None and own is None:

@@ -45,15 +45,16 @@ class Borders(nn.Module):
     """The compression in a run of layers from ``first`` to before ``end``, on the meta device. At a border inside the run
     both sides are there, so any cut of the model computes the same."""
 
-    def __init__(self, spec: Model, first: int, end: int) -> None:
+    def __init__(self, spec: Model, first: int, end: int, *, up: bool = True, down: bool = True) -> None:
+        """``up``, ``down``: which sides; a part of a layer has one of them, or none."""
         super().__init__()
         if spec.compression is None:
             return
         for layer in spec.borders:
             sides = {}
-            if first <= layer < end:
+            if down and first <= layer < end:
                 sides["down"] = _down(spec.compression, spec.width)
-            if first <= layer + 1 < end:
+            if up and first <= layer + 1 < end:
                 sides["up"] = _Side(spec.passed, spec.width)
             if sides:
                 self.add_module(str(layer), nn.ModuleDict(sides))

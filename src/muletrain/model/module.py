@@ -55,6 +55,12 @@ class StageModule(nn.Module):
         return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
 
     @property
+    def slices(self) -> Mapping[str, tuple[int, int, int]]:
+        """Of matrices of which this is a part: by name, the dimension that is cut, the first index, and the whole matrix's
+        length in that dimension."""
+        return {}
+
+    @property
     def frozen(self) -> Collection[str]:
         """Names of parameters that are not trained, possibly including other stages."""
         return ()

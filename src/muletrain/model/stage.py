@@ -82,14 +82,17 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal attention with rotary embeddings (Su et al. 2021) and grouped key/value heads (Ainslie et al. 2023)."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, kv_heads: int | None = None) -> None:
+        """``kv_heads``: of the heads, only so many groups, whose outputs are a part of the sum; None: all."""
         super().__init__()
         self._head_width = spec.head_width
         self._grouped = spec.kv_heads < spec.heads
-        self.q_proj = Linear(spec.width, spec.width, bias=False)
-        self.k_proj = Linear(spec.width, spec.kv_width, bias=False)
-        self.v_proj = Linear(spec.width, spec.kv_width, bias=False)
-        self.o_proj = Linear(spec.width, spec.width, bias=False)
+        keys = spec.head_width * (kv_heads or spec.kv_heads)
+        queries = keys * (spec.heads // spec.kv_heads)
+        self.q_proj = Linear(spec.width, queries, bias=False)
+        self.k_proj = Linear(spec.width, keys, bias=False)
+        self.v_proj = Linear(spec.width, keys, bias=False)
+        self.o_proj = Linear(queries, spec.width, bias=False)
 
     def forward(self, x: Tensor, rope: Rope, cache: KeyValues | None = None) -> Tensor:
         """x [B, T, D] -> [B, T, D]. With a cache, x is the first tokens, or one token that continues the cached
@@ -111,12 +114,13 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Gated: down(act(gate(x)) * up(x)); GeGLU with gelu, SwiGLU with silu (Shazeer 2020)."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, ffn: int | None = None) -> None:
+        """``ffn``: of the hidden features, only so many, whose outputs are a part of the sum; None: all."""
         super().__init__()
-        self._activation = F.gelu if spec.activation == "gelu" else F.silu
-        self.gate_proj = Linear(spec.width, spec.ffn, bias=False)
-        self.up_proj = Linear(spec.width, spec.ffn, bias=False)
-        self.down_proj = Linear(spec.ffn, spec.width, bias=False)
+        self._activation, hidden = F.gelu if spec.activation == "gelu" else F.silu, ffn or spec.ffn
+        self.gate_proj = Linear(spec.width, hidden, bias=False)
+        self.up_proj = Linear(spec.width, hidden, bias=False)
+        self.down_proj = Linear(hidden, spec.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from muletrain.config.cache import cache_folder
 from muletrain.config.model_sections import DataConfig
 from muletrain.config.trusted import trusted
+from muletrain.data.chat import is_resolved
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import AdmissionError, DataError
 from muletrain.runtime.core.disk import Disk
@@ -73,6 +74,8 @@ def own_data(host: Host, facts: RunFacts, tokenizer: bytes, digest: str) -> Data
         return _own_samples(facts, digest) if data.factory in trusted() else None
     if where == "none":
         return None
+    if data.counts and not is_resolved(data.chat_template):  # a path of the founder's, which is not read here
+        raise AdmissionError("--data: the run's configuration lacks the text of its chat template; join without it")
     if where != "config" and data.validation is not None:  # a path of the founder's, which is not read here
         raise AdmissionError(
             "--data: the run has held-out text of its own (data.validation), which --data does not name; join without it"

@@ -98,8 +98,10 @@ class Host:
     async def build_client(self, facts: RunFacts, stage: int, machine: Machine) -> Compute:
         """Build a client's compute for ``stage``, with weights that servers replace. Raises CapacityError."""
         check_stage(facts, stage, machine.offer, client=True)
-        index = self.spec.fleet_index
-        compute = await asyncio.to_thread(build_compute, facts.drawn(), stage, machine, index, updates=False)
+        folder, index = Path(self.spec.swap_folder or self.spec.folder), self.spec.fleet_index
+        compute = await asyncio.to_thread(
+            build_compute, facts.drawn(), stage, machine, index, updates=False, folder=folder
+        )
         self._tell_compiling(compute)
         return compute
 

@@ -11,6 +11,7 @@ from muletrain.config.schema import Precision
 from muletrain.errors import ConfigError
 from muletrain.planning.cost import service_s
 from muletrain.planning.devices import DEVICES, find_device
+from muletrain.strategies import strategy_of
 from muletrain.strategies.base import capacity
 
 if TYPE_CHECKING:
@@ -124,9 +125,11 @@ def _fitted(
     assert need.swapped is not None  # the stage fits by swapping
     tokens, precision = config.train.microbatch * spec.context, precision_of(config)
     most = min(capacity(len(cut)), config.microbatches)
-    blocks = blocks_of(spec, cut, stage, tokens, precision, flops_of(n, peer)[0])
-    together = config.swap.together or most
-    return blocks, _fitted_once(tuple(blocks), need.swapped, offer_of(peer), backing_rate(peer), together)
+    offer = offer_of(peer)
+    swapped = need.swapped.at(offer)
+    blocks = blocks_of(spec, cut, stage, tokens, precision, flops_of(n, peer)[0], inside=swapped.inside)
+    together = 1 if strategy_of(config).pooled else config.swap.together or most  # a part has a round of its own
+    return blocks, _fitted_once(tuple(blocks), swapped, offer, backing_rate(peer), together)
 
 
 _fitted_once = lru_cache(256)(fitted)

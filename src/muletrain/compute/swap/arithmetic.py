@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from muletrain.compute.swap.loading import Drain, Ferry, Loader
 from muletrain.compute.threads import on_cores
 from muletrain.config.schema import Precision
 from muletrain.optim.rules import make_rule
+from muletrain.optim.sketch import sketch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from muletrain.compute.swap.state import State
     from muletrain.compute.threads import Threads
     from muletrain.model.dropout import Masks
+    from muletrain.optim.sketch import Sketch
 
 BESIDE = 0.75
 """Share of the cores that updates while the device computes. The remaining cores launch kernels and copy weights. With
@@ -51,7 +54,7 @@ class Passage:
     weight: float = 1.0
     """Of the loss (``checks.weighed``)."""
     between: Region | None = None
-    """The input of each sub-model but the first, and later the gradient, fp32 [sub-models - 1, B, T, D]."""
+    """The input of each sub-model but the first, and later the gradient, each fp32 [B, T, D]."""
     loss: float = 0.0
     output: Tensor | None = None
     inputs_gradient: Tensor | None = None
@@ -93,7 +96,6 @@ class SwappedArithmetic:
     def __init__(
         self,
         where: tuple[int, int],
-        width: int,
         models: Sequence[SubModel],
         setup: StageSetup,
         state: State,
@@ -103,10 +105,12 @@ class SwappedArithmetic:
         kept: Sequence[int] = (),
         alone: bool = False,
     ) -> None:
-        """``where``: the stage, and the number of stages; ``width``: D; ``kept``: see ``Loader``; ``alone``: each round
+        """``where``: the stage, and the number of stages; ``kept``: see ``Loader``; ``alone``: each round
         is added to the accumulator at once, and an update runs beside the next forward: nobody waits for the digest."""
         self.stage, self._last = where[0], where[0] == where[1] - 1
-        self._width, self.models = width, models
+        self.models = models
+        self._begins = [0, *accumulate(model.width for model in models[1:])]
+        """Of the inputs of all sub-models but the first, where each begins: numbers for each token."""
         self.setup, self.state, self._backing, self._threads = setup, state, backing, threads
         self._jobs = jobs = threads.jobs
         self.counters = Counters()
@@ -117,10 +121,14 @@ class SwappedArithmetic:
         self.ferry = Ferry(setup.device)
         self.scale = LossScale(fp16=setup.precision is Precision.FP16)
         self._rule = make_rule(setup.optimizer, setup.total_steps, state.layout, torch.device("cpu"), moments=False)
+        self._parts: dict[Microbatch, Region | None] = {}
+        """Gradients of parts that are not counted yet; None: nothing of the part is trained."""
+        self._returned: list[Region] = []
+        """Regions for gradients that are free again."""
         self._sum = _Accumulator(self._region())
         own = backing.on_disk and not alone
         self._round = _Accumulator(self._region() if own else None)  # a disk may be full later
-        state.order = [model.segments for model in models]
+        state.order = [[(part.begin, part.end) for part in model.segments] for model in models]
         self._trained_from = next((k for k, model in enumerate(models) if model.trainable.size), len(models))
         """All earlier sub-models are frozen as a whole."""
         self._alone = alone
@@ -186,7 +194,7 @@ class SwappedArithmetic:
             self.loader.get(k, k + 1 if k + 1 < count else None)
             for p, (x, *_) in self._arriving(k, passages):
                 with self._jobs.at("forward", part=k), self._timed("forward_s"), torch.no_grad():
-                    output = self.models[k](self._leaf(x, k), self._masks(p)).float()
+                    output = self.models[k](self._leaf(x, k), self._masks(p), p.targets).float()
                     if k + 1 < count:
                         p.rows = (output.shape[0], output.shape[1])
                         self.ferry.store(output, self._between(p, k + 1))
@@ -205,7 +213,7 @@ class SwappedArithmetic:
                 with self._jobs.at("backward", part=k), torch.enable_grad():
                     with self._timed("recompute_s"):
                         leaf = self._leaf(x, k)
-                        output = self.models[k](leaf, self._masks(p)).float()
+                        output = self.models[k](leaf, self._masks(p), p.targets).float()
                     self.counters.recomputed += k == 0
                     if k + 1 == len(self.models):
                         seed = seed * self.scale.of(p.mb.step)
@@ -243,6 +251,8 @@ class SwappedArithmetic:
             self._round.empty = False
 
     def _region(self) -> Region:
+        if self._returned:
+            return self._returned.pop()
         return self._backing.region(self.state.layout.trained, copied=True)
 
     def _wanted(self, p: Passage) -> bool:
@@ -284,13 +294,14 @@ class SwappedArithmetic:
         return None if p.mb.heldout else self.setup.masks(self.setup.seed, p.mb.step, p.mb.index, p.mb.first)
 
     def _between(self, p: Passage, k: int) -> Tensor:
-        """The place of the input of sub-model ``k`` > 0, fp32 [B, T, D], or less than D if that is compressed."""
-        size, width = p.rows[0] * p.rows[1] * self._width, self.models[k].width
+        """The place of the input of sub-model ``k`` > 0, fp32 [B, T, D], or less than D if that is compressed, or more
+        between pieces of a block."""
+        tokens = p.rows[0] * p.rows[1]
         if p.between is None:
             self.ferry.finish()  # no copy is under way where the new one may take memory from
-            p.between = self._spare.take((len(self.models) - 1) * size, self._backing)
-        begin = (k - 1) * size
-        return p.between.values[begin : begin + p.rows[0] * p.rows[1] * width].view(*p.rows, width)
+            p.between = self._spare.take(tokens * self._begins[-1], self._backing)
+        begin, end = (tokens * self._begins[n] for n in (k - 1, k))
+        return p.between.values[begin:end].view(*p.rows, -1)
 
     def free(self, p: Passage) -> None:
         """The backward is done, or no longer wanted."""
@@ -330,6 +341,31 @@ class SwappedArithmetic:
         except BaseException:
             self.drop_round()
             raise
+
+    def keep_part(self, mb: Microbatch) -> None:
+        """Keep the gradient of the last round, of the part ``mb``, beside the accumulator."""
+        self.drain.finish()
+        self._parts[mb] = None if self._round.empty else self._round.region
+        if not self._round.empty:
+            self._round.region = None
+        self._round.empty = True
+        self.drain.drop()
+
+    def count_part(self, mb: Microbatch) -> None:
+        """Add the gradient of the part ``mb`` to the accumulator."""
+        if (region := self._parts.get(mb)) is not None:
+            self.add(region.values)
+        self.drop_part(mb)
+
+    def drop_part(self, mb: Microbatch) -> None:
+        """Forget the gradient of the part ``mb``."""
+        if (region := self._parts.pop(mb, None)) is not None:
+            self._returned.append(region)
+
+    def sketch_part(self, mb: Microbatch, seed: bytes) -> Sketch:
+        """The sketch of the gradient of the part ``mb``."""
+        region = self._parts[mb]
+        return sketch(torch.zeros(1) if region is None else region.values, seed)
 
     def drop_round(self) -> None:
         """Forget the gradient of the last round."""

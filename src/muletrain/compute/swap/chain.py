@@ -1,19 +1,24 @@
 """A stage as a chain of blocks, cut into sub-models.
 
 A block is an ``nn.Module`` without storage, called with (activations, dropout masks), whose parameters have the names
-of the whole model. The native decoder's chain is the embedding, each layer, and the head.
+of the whole model. The native decoder's chain is the embedding, each layer, and the head; or pieces of these
+(``model.pieces``), if a block is too large for the device.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
+from muletrain.compute.swap.backing import WINDOW
 from muletrain.errors import CapacityError
 from muletrain.model.make import make_block
+from muletrain.model.piece_modules import HeadPiece, piece_module
+from muletrain.model.pieces import WHOLE, decoder_of, pieces_of
+from muletrain.optim.flat import FlatLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
     from muletrain.model.chain import Model
     from muletrain.model.dropout import Masks
     from muletrain.model.module import StageModule
-    from muletrain.optim.flat import FlatLayout
+    from muletrain.model.pieces import Inside
     from muletrain.planning.partition import Cut
 
 
@@ -35,8 +40,8 @@ def chain_cut(spec: Model, cut: Cut, stage: int) -> tuple[Cut, range]:
     return blocks, range(0 if stage == 0 else first + 1, end + 2 if stage == len(cut) - 1 else end + 1)
 
 
-def chain_of(spec: Model, cut: Cut, stage: int) -> list[StageModule]:
-    """The blocks of ``stage``, in order. Raises CapacityError for weights that two blocks share."""
+def chain_of(spec: Model, cut: Cut, stage: int, inside: Inside = WHOLE) -> list[StageModule]:
+    """The blocks of ``stage``, or their pieces, in order. Raises CapacityError for weights that two blocks share."""
     runs, own = chain_cut(spec, cut, stage)
     blocks = [make_block(spec, index, runs) for index in own]
     names = Counter(name for block in blocks for name in block.shapes())
@@ -45,7 +50,45 @@ def chain_of(spec: Model, cut: Cut, stage: int) -> list[StageModule]:
             f"{tied[0]} is used by two blocks (tied weights), so stage {stage} cannot pass through a device that is smaller than it: take "
             f"model.untie=true, more memory, or more stages"
         )
-    return blocks
+    if inside == WHOLE or (decoder := decoder_of(spec.placed(cut))) is None:
+        return blocks
+    found: list[StageModule] = []
+    for index, block in zip(own, blocks, strict=True):
+        found += [piece_module(piece) for piece in pieces_of(decoder, index, inside)] or [block]
+    return found
+
+
+class Window(NamedTuple):
+    """A part of a sub-model's weights, and of the stage's flat buffer [P]: ``rows`` of ``length`` numbers, of which
+    each begins ``stride`` numbers after the one before."""
+
+    begin: int
+    """The first number in [P]."""
+    length: int
+    rows: int = 1
+    stride: int = 0
+    at: int = 0
+    """The first number in the sub-model's [S], where rows follow each other."""
+
+    @property
+    def end(self) -> int:
+        """After the last number in [P]."""
+        return self.begin + (self.rows - 1) * self.stride + self.length
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.length
+
+    def of(self, flat: Tensor) -> Tensor:
+        """These numbers of ``flat`` [P]: a view, [length] or [rows, length]."""
+        if self.rows == 1:
+            return flat[self.begin : self.end]
+        return flat.as_strided((self.rows, self.length), (self.stride, 1), flat.storage_offset() + self.begin)
+
+    def own(self, flat: Tensor) -> Tensor:
+        """These numbers of ``flat`` [S]: a view of the same shape."""
+        part = flat[self.at : self.at + self.size]
+        return part if self.rows == 1 else part.view(self.rows, self.length)
 
 
 @dataclass(frozen=True)
@@ -54,12 +97,14 @@ class SubModel:
 
     number: int
     blocks: tuple[StageModule, ...]
+    keys: tuple[dict[str, str], ...]
+    """Of each block, the names in ``layout`` of the parameters: slices of one matrix have one name in their modules."""
     layout: FlatLayout
     """The blocks' parameters, [S], in the order of the stage's flat buffer."""
     trainable: FlatLayout
     """The trained parameters, which come first."""
-    segments: tuple[tuple[int, int], ...]
-    """Places in the stage's flat buffer: ranges in order, S numbers together."""
+    segments: tuple[Window, ...]
+    """Places in the stage's flat buffer, in the order of ``layout``, S numbers together."""
 
     @property
     def size(self) -> int:
@@ -76,8 +121,9 @@ class SubModel:
         the order of ``layout``."""
         views = {**self.layout.views(weights), **exact}
         found: dict[str, Tensor] = {}
-        for block in self.blocks:
-            found.update(block.bind(views).named_parameters())
+        for block, keys in zip(self.blocks, self.keys, strict=True):
+            bound = block.bind({name: views[key] for name, key in keys.items()})
+            found.update((keys[name], parameter) for name, parameter in bound.named_parameters())
         return [found[name] for name in self.trainable.names]
 
     def unbind(self) -> None:
@@ -87,26 +133,38 @@ class SubModel:
                 module, _, leaf = name.rpartition(".")
                 setattr(block.get_submodule(module), leaf, nn.Parameter(parameter.detach().to("meta")))
 
-    def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
-        for block in self.blocks:
-            x = block(x, masks)
-        return x
+    def __call__(self, x: Tensor, masks: Masks | None, targets: Tensor | None = None) -> Tensor:
+        return self._through(self.blocks, x, masks, targets)
 
     def loss(self, x: Tensor, targets: Tensor, masks: Masks | None, scale: float) -> Tensor:
         """Of the last sub-model of the last stage. See ``StageModule.loss``."""
-        for block in self.blocks[:-1]:
-            x = block(x, masks)
+        x = self._through(self.blocks[:-1], x, masks, targets)
         return self.blocks[-1].loss(x, targets, masks, scale)
 
-    def pieces(self, size: int, *, trained: bool = False) -> Iterator[tuple[int, int, int]]:
-        """The segments in pieces of at most ``size`` numbers: (begin, end) in the stage's buffer, and begin in [S].
-        ``trained``: of trained parameters only."""
+    def _through(self, blocks: Sequence[StageModule], x: Tensor, masks: Masks | None, targets: Tensor | None) -> Tensor:
+        for block in blocks:
+            if isinstance(block, HeadPiece):
+                assert targets is not None  # at the last stage
+                x = block.score(x, targets)
+            else:
+                x = block(x, masks)
+        return x
+
+    def pieces(self, size: int, *, trained: bool = False) -> Iterator[Window]:
+        """The segments in windows of at most ``size`` numbers, or of one row. Rows that are apart pass through staging
+        buffers of ``WINDOW`` numbers. ``trained``: of trained parameters only."""
         at, most = 0, self.trainable.size if trained else self.size
-        for begin, end in self.segments:
-            for a in range(begin, min(end, begin + most - at), size):
-                b = min(a + size, end, a + most - at)
-                yield a, b, at
-                at += b - a
+        for begin, length, rows, stride, _ in self.segments:
+            if rows == 1:
+                end = min(begin + length, begin + most - at)
+                for a in range(begin, end, size):
+                    yield (found := Window(a, min(size, end - a), at=at))
+                    at += found.size
+            elif at < most:
+                each = max(1, min(size, WINDOW) // length)
+                for row in range(0, rows, each):
+                    yield (found := Window(begin + row * stride, length, min(each, rows - row), stride, at))
+                    at += found.size
 
 
 def sub_models(chain: Sequence[StageModule], runs: Cut, layout: FlatLayout) -> list[SubModel]:
@@ -116,10 +174,33 @@ def sub_models(chain: Sequence[StageModule], runs: Cut, layout: FlatLayout) -> l
 
 def _sub_model(number: int, blocks: tuple[StageModule, ...], whole: FlatLayout) -> SubModel:
     where = dict(zip(whole.names, whole.ranges(), strict=True))
-    layout = whole.only({name for block in blocks for name, _ in block.named_parameters()})
-    segments: list[tuple[int, int]] = []
-    for begin, end in (where[name] for name in layout.names):
-        if segments and segments[-1][1] == begin:
-            begin = segments.pop()[0]
-        segments.append((begin, end))
-    return SubModel(number, blocks, layout, layout.trainable(), tuple(segments))
+    found: list[tuple[str, tuple[int, ...], Window]] = []
+    keys: list[dict[str, str]] = []
+    for block in blocks:
+        shapes, slices = block.shapes(), block.slices
+        keys.append({name: f"{name}[{slices[name][1]}]" if name in slices else name for name in shapes})
+        for name, key in keys[-1].items():
+            found.append((key, shapes[name], _place(where[name], shapes[name], slices.get(name))))
+    found.sort(key=lambda each: each[2].begin)
+    decayed, learned = (
+        sum(window.size for _, _, window in found if window.end <= run) for run in (whole.decayed, whole.learned)
+    )
+    names, sizes = tuple(key for key, _, _ in found), tuple(shape for _, shape, _ in found)
+    layout = FlatLayout(names, sizes, sum(window.size for _, _, window in found), decayed, learned)
+    segments: list[Window] = []
+    for _, _, window in found:
+        if segments and window.rows == segments[-1].rows == 1 and segments[-1].end == window.begin:
+            window = Window(segments[-1].begin, segments.pop().length + window.length)
+        segments.append(window)
+    return SubModel(number, blocks, tuple(keys), layout, layout.trainable(), tuple(segments))
+
+
+def _place(where: tuple[int, int], shape: tuple[int, ...], cut: tuple[int, int, int] | None) -> Window:
+    """The place of a parameter of this shape, which is a slice of the matrix at ``where`` if that is ``cut``."""
+    begin, end = where
+    if cut is None:
+        return Window(begin, end - begin)
+    dimension, first, total = cut
+    if dimension == 0 or shape[1] == total:  # rows follow each other
+        return Window(begin + first * shape[1], shape[0] * shape[1])
+    return Window(begin + first, shape[1], shape[0], total)

@@ -11,11 +11,17 @@ if hidden.
 
 from __future__ import annotations
 
+import math
+import operator
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from muletrain.compute.estimate import (
     LAMB_TENSORS,
+    PARTS,
+    TRANSFERS,
+    Finer,
     SwapMemory,
     client_memory,
     largest_tensor,
@@ -28,6 +34,7 @@ from muletrain.compute.swap.loading import device_window
 from muletrain.compute.swap.state import IN_PLACE
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
+from muletrain.model.pieces import WHOLE, decoder_of, most_pieces, pieces_of
 from muletrain.planning.swapping import Layer, crossing_bytes, cut_into, held_bytes, hidden, places_bytes, staying
 from muletrain.strategies import strategy_of
 
@@ -37,6 +44,8 @@ if TYPE_CHECKING:
     from muletrain.compute.estimate import Offer, StageMemory
     from muletrain.config.schema import RunConfig
     from muletrain.model.chain import Model
+    from muletrain.model.pieces import Inside, Kind, Piece
+    from muletrain.model.spec import ModelSpec
     from muletrain.planning.partition import Cut
     from muletrain.planning.swapping import Swapping
 
@@ -65,15 +74,18 @@ def blocks_of(
     tokens: int,
     precision: Precision,
     flops: float,
-    times: Mapping[int, tuple[float, float]] | None = None,
+    times: Mapping[int | Kind, tuple[float, float]] | None = None,
+    inside: Inside = WHOLE,
 ) -> list[Layer]:
-    """Times and memory of each block of the stage's chain, with microbatches of ``tokens`` (B * T). ``times``: as
-    measured (``profile.part_times``); None: of a device of ``flops`` [FLOP/s]."""
+    """Times and memory of each block of the stage's chain, or of its pieces, with microbatches of ``tokens`` (B * T).
+    ``times``: as measured (``profile.part_times``); None: of a device of ``flops`` [FLOP/s]."""
     size, spec = 4 if precision is Precision.FP32 else 2, spec.placed(cut)
     goes_on = 4.0 * tokens * spec.width
     loss = stage == len(cut) - 1
 
-    def block(params: int, forward_flops: float, graph: float, parts: Sequence[int]) -> Layer:
+    def block(
+        params: int, forward_flops: float, graph: float, parts: Sequence[int | Kind], passed: float = goes_on
+    ) -> Layer:
         forward_s = forward_flops * tokens / flops
         backward_s = BACKWARD * forward_s
         if times is not None:
@@ -81,7 +93,13 @@ def blocks_of(
             backward_s = forward_s + tokens * sum(times[part][1] for part in parts)
         works = (4 + size) * params + graph
         again_s = forward_s if loss else 0.0
-        return Layer(forward_s, backward_s, float(size * params), works, goes_on, 4.0 * params, again_s)
+        return Layer(forward_s, backward_s, float(size * params), works, passed, 4.0 * params, again_s)
+
+    def of_piece(piece: Piece, whole_flops: float) -> Layer:
+        """More than a block's input and output may enter or leave."""
+        wider = max(piece.enters, piece.passed) - spec.width
+        graph = piece.kept_bytes(tokens, size) + PASSING * 4 * tokens * max(0, wider)
+        return block(piece.params, piece.share * whole_flops, graph, [piece.kind], 4.0 * tokens * piece.passed)
 
     def layers(index: int) -> Layer:
         """One block; several layers share weights."""
@@ -92,9 +110,13 @@ def blocks_of(
         return block(params, flops, kept, range(first + 1, end + 1))
 
     runs, own = chain_cut(spec, cut, stage)
-    found = []
+    found, decoder = [], decoder_of(spec)
     for index in own:
-        if index == 0:
+        if decoder is not None and (pieces := pieces_of(decoder, index, inside)):
+            ends = {0: spec.embedding_flops, len(runs) - 1: spec.head_flops}
+            whole = ends[index] if index in ends else spec.flops_of(index - 1)
+            found += [of_piece(piece, whole) for piece in pieces]
+        elif index == 0:
             kept = max(spec.width, spec.embedding_kept_bytes(size))
             found.append(block(spec.embedding_params, spec.embedding_flops, goes_on + tokens * kept, [0]))
         elif index == len(runs) - 1:
@@ -116,9 +138,13 @@ def swap_memory(
     lamb: bool,
     disk: bool | None = None,
     alone: bool = False,
+    client: bool = False,
+    pooled: bool = False,
 ) -> SwapMemory:
     """Memory of ``stage`` with microbatches of ``tokens``, of which so many are there at once. ``lamb``: the optimizer
-    needs whole tensors; ``disk``, ``alone``: see ``SwapMemory``."""
+    needs whole tensors; ``disk``, ``alone``: see ``SwapMemory``. ``client``: of a hub, which holds no moments, but the
+    next weights, the sum, the sum on its way to the server, and gradients of parts that are not counted yet. ``pooled``:
+    see ``stage_memory``."""
     params, trained = spec.stage_params(cut, stage), spec.trained_params(cut, stage)
     blocks = blocks_of(spec, cut, stage, tokens, precision, NOMINAL_FLOPS)
     goes_on = 4 * tokens * spec.width
@@ -126,17 +152,78 @@ def swap_memory(
     beside = PASSING * goes_on + windows + 4 * device_window(params) + spec.tables_bytes(tokens // spec.context)
     largest = largest_tensor(spec, cut, stage)
     update = 4 * TENSORS * largest if lamb else windows  # nothing else is there then
+    held = 4 if alone else 20 + 4 * (TRANSFERS - 1) * pooled  # accumulators of clients, before the mean
+    finer = [
+        Finer(inside, max(update, beside + int(needed)), int(between) * microbatches)
+        for inside, needed, between in finer_cuts(spec, cut, stage, tokens, precision)
+    ]
     return SwapMemory(
         beside=beside,
         least=max(update, beside + int(places_bytes(blocks, _one_by_one(blocks)))),
-        state=4 * params + 8 * trained,
-        gradients=(4 if alone else 20) * trained,
+        state=4 * params + (0 if client else 8 * trained),
+        gradients=4 * params + 4 * (PARTS + 2) * trained if client else held * trained,
         between=(len(blocks) - 1) * goes_on * microbatches,
         update=4 * (LAMB_TENSORS * largest if lamb else min(params, IN_PLACE * update_window(params))),
         tied=tied_bytes(spec, cut, stage),
         disk=disk,
-        alone=alone,
+        alone=alone or client,
+        finer=tuple(finer),
     )
+
+
+def finer_cuts(
+    spec: Model, cut: Cut, stage: int, tokens: int, precision: Precision
+) -> list[tuple[Inside, float, float]]:
+    """Cuts inside the blocks of ``stage``, from coarse to fine, each with the bytes on the device for one piece beside
+    the next, and the bytes between all pieces of one microbatch. Layers are alike: few stand for all."""
+    decoder = decoder_of(spec.placed(cut))
+    if decoder is None:
+        return []
+    first, last, layers = stage == 0, stage == len(cut) - 1, cut[stage][1] - cut[stage][0]
+    if decoder.borders:
+        found, more = _refined(decoder, cut, stage, tokens, precision), 0
+    else:
+        few = min(layers, ALIKE)
+        sizes = [*([] if first else [1]), few, *([] if last else [1])]
+        shorter = replace(decoder, layers=sum(sizes))
+        found, more = (
+            _refined(shorter, shorter.cut(len(sizes), sizes), 0 if first else 1, tokens, precision),
+            layers - few,
+        )
+    return [(inside, needs, between + more * each) for inside, needs, between, each in found]
+
+
+ALIKE = 3
+"""Layers of a shortened stage: each kind of neighbours is there."""
+
+
+@lru_cache(64)
+def _refined(
+    decoder: ModelSpec, cut: Cut, stage: int, tokens: int, precision: Precision
+) -> list[tuple[Inside, float, float, float]]:
+    """``finer_cuts`` of a stage, and the bytes that the pieces of one layer pass on. Step by step, the kind of block or
+    piece that needs the most, twice its weights and its work, is cut into one slice more."""
+    _, own = chain_cut(decoder, cut, stage)
+    inside, most, least = WHOLE, most_pieces(decoder), math.inf
+    found: list[tuple[Inside, float, float, float]] = []
+    while True:
+        blocks = blocks_of(decoder, cut, stage, tokens, precision, NOMINAL_FLOPS, inside=inside)
+        if (needs := places_bytes(blocks, _one_by_one(blocks))) < least:
+            least = needs
+            passed = sum(block.cut_bytes for block in blocks[:-1])
+            layer = pieces_of(decoder, next(part for part in own if 0 < part <= decoder.layers), inside)
+            each = 4.0 * tokens * (sum(piece.passed for piece in layer) or decoder.width)
+            found.append((inside, needs, passed, each))
+        kinds: list[str] = []
+        for part in own:
+            whole = "embedding" if part == 0 else "head" if part == decoder.layers + 1 else "layer"
+            kinds += [piece.kind for piece in pieces_of(decoder, part, inside)] or [whole]
+        _, largest = max(
+            (2 * block.load_bytes + block.work_bytes, kind) for block, kind in zip(blocks, kinds, strict=True)
+        )
+        if (finer := inside.finer(largest)) == inside or any(map(operator.gt, finer, most)):
+            return found[1:]  # the first one has whole blocks
+        inside = finer
 
 
 def stage_needs(
@@ -162,16 +249,27 @@ def stage_needs(
         )
         for s in range(len(cut))
     ]
-    if config.swap.backing == "off" or optimizer.delayed or strategy.pooled:
+    if config.swap.backing == "off" or optimizer.delayed:
         return needs
-    within = {s for stages in spec.users(cut).values() for s in stages if stages.count(s) > 1}
+    within = _sharing(spec, cut)
     disk, lamb = None if config.swap.backing == "auto" else config.swap.backing == "disk", optimizer.name == "lamb"
-    return [  # weights that two blocks of a stage share cannot be swapped
+    return [
         need
         if s in within
         else replace(
             need,
-            swapped=swap_memory(spec, cut, s, tokens, precision, microbatches=most, lamb=lamb, disk=disk, alone=alone),
+            swapped=swap_memory(
+                spec,
+                cut,
+                s,
+                tokens,
+                precision,
+                microbatches=most,
+                lamb=lamb,
+                disk=disk,
+                alone=alone,
+                pooled=strategy.pooled,
+            ),
         )
         for s, need in enumerate(needs)
     ]
@@ -180,16 +278,33 @@ def stage_needs(
 def client_needs(config: RunConfig, spec: Model, cut: Cut, precision: Precision) -> list[StageMemory]:
     """Memory that each stage needs of a client of a hub."""
     tokens, late = config.train.microbatch * spec.context, config.optimizer.delayed
-    again = config.compute.checkpointing
-    return [
+    again, disk = config.compute.checkpointing, None if config.swap.backing == "auto" else config.swap.backing == "disk"
+    needs = [
         client_memory(spec, cut, s, tokens=tokens, precision=precision, delayed=late, checkpointing=again)
         for s in range(len(cut))
     ]
+    if config.swap.backing == "off" or late:
+        return needs
+    most, within = strategy_of(config).capacity(len(cut)), _sharing(spec, cut)
+    return [
+        need
+        if s in within
+        else replace(
+            need,
+            swapped=swap_memory(spec, cut, s, tokens, precision, microbatches=most, lamb=False, disk=disk, client=True),
+        )
+        for s, need in enumerate(needs)
+    ]
+
+
+def _sharing(spec: Model, cut: Cut) -> set[int]:
+    """Stages of which two blocks share weights: these cannot be swapped."""
+    return {s for stages in spec.users(cut).values() for s in stages if stages.count(s) > 1}
 
 
 def fitted(blocks: Sequence[Layer], memory: SwapMemory, offer: Offer, load_bytes_per_s: float, most: int) -> Swapping:
-    """The best sub-models for a machine with this offer. ``most``: microbatches that may be computed together. Raises
-    CapacityError with the numbers."""
+    """The best sub-models for a machine with this offer. ``blocks``: cut as ``memory`` says for it (``SwapMemory.at``).
+    ``most``: microbatches that may be computed together. Raises CapacityError with the numbers."""
     if not memory.fits(offer):
         raise CapacityError(memory.problem(offer))
     room = offer.device - (memory.beside + memory.on_device(offer) - memory.least)

@@ -75,7 +75,7 @@ class Lane:
         """At most a ``window``; they are there after ``finish``. ``pinned``: ``source`` is."""
         if not self._cuda:
             target.copy_(source)
-        elif pinned:
+        elif pinned and source.is_contiguous():
             with torch.cuda.stream(self._stream):
                 if target.dtype == source.dtype:
                     target.copy_(source, non_blocking=True)
@@ -93,7 +93,7 @@ class Lane:
             self._staging = [torch.empty(WINDOW, dtype=self._dtype, pin_memory=True) for _ in range(2)]
         k = self._turn = 1 - self._turn
         self._free[k].synchronize()
-        staged = self._staging[k][: source.numel()]
+        staged = self._staging[k][: source.numel()].view(source.shape)
         staged.copy_(source)
         with torch.cuda.stream(self._stream):
             target.copy_(staged, non_blocking=True)
@@ -104,13 +104,13 @@ class Lane:
         if not self._cuda:
             target.copy_(source)
             return
-        if pinned:
+        if pinned and target.is_contiguous():
             with torch.cuda.stream(self._stream):
                 target.copy_(source, non_blocking=True)
             return
         if not self._staging:
             self._staging = [torch.empty(WINDOW, dtype=self._dtype, pin_memory=True)]
-        staged = self._staging[0][: source.numel()]
+        staged = self._staging[0][: source.numel()].view(source.shape)
         with torch.cuda.stream(self._stream):
             staged.copy_(source, non_blocking=True)
         self._stream.synchronize()
@@ -256,13 +256,14 @@ class Loader:
         with self._jobs.at("load", part=model.number):
             source = self._state.model
             direct = target.device.type == "cpu" and target.dtype == torch.float32
-            for a, b, at in model.pieces(self.lane.window(source)):
+            for part in model.pieces(self.lane.window(source)):
+                a, b = part.begin, part.end
                 self._state.ready(a, b)
                 source.expect(b, min(2 * b - a, source.values.numel()))
-                if direct:
-                    source.read(a, target[at : at + b - a])
+                if direct and part.rows == 1:
+                    source.read(a, part.own(target))
                 else:
-                    self.lane.to_device(source.values[a:b], target[at : at + b - a], pinned=source.pinned)
+                    self.lane.to_device(part.of(source.values), part.own(target), pinned=source.pinned)
                     source.release(a, b)
             self._exact[model.number] = {
                 name: source.values[a:b].to(target.device, copy=True).view(shape)
@@ -315,11 +316,11 @@ class Drain:
         if before is None:
             total.zero_()
             return
-        for a, b, at in model.pieces(self._lane.window(before), trained=True):
-            if self._device.type == "cpu":
-                before.read(a, total[at : at + b - a])
+        for part in model.pieces(self._lane.window(before), trained=True):
+            if self._device.type == "cpu" and part.rows == 1:
+                before.read(part.begin, part.own(total))
             else:
-                total[at : at + b - a].copy_(before.values[a:b], non_blocking=before.pinned)
+                part.own(total).copy_(part.of(before.values), non_blocking=before.pinned and part.rows == 1)
 
     def send(self, model: SubModel, target: Region, *, added: bool = False) -> None:
         """Copy the sum to ``target``, flat [P]; zeros if nothing was added. ``added``: the sum began with the values
@@ -347,15 +348,16 @@ class Drain:
 
     def _store(self, model: SubModel, values: Tensor | None, target: Region) -> None:
         with self._jobs.at("drain", part=model.number), torch.no_grad():
-            for a, b, at in model.pieces(self._lane.window(target), trained=True):
+            for part in model.pieces(self._lane.window(target), trained=True):
+                place = part.of(target.values)
                 if values is None:
-                    target.values[a:b].zero_()
-                elif values.device.type == "cpu":
-                    target.write(a, values[at : at + b - a])
+                    place.zero_()
+                elif values.device.type == "cpu" and part.rows == 1:
+                    target.write(part.begin, part.own(values))
                     continue
                 else:
-                    self._lane.to_backing(values[at : at + b - a], target.values[a:b], pinned=target.pinned)
-                target.release(a, b)
+                    self._lane.to_backing(part.own(values), place, pinned=target.pinned)
+                target.release(part.begin, part.end)
             self._lane.finish()
 
     def close(self) -> None:

@@ -39,14 +39,15 @@ class State:
     """Owns the newest weights and moments. A lock serializes updates, copies and digests. Updates change the trained
     parameters."""
 
-    def __init__(self, layout: FlatLayout, backing: Backing) -> None:
-        """Raises CapacityError if the backing memory is too small."""
+    def __init__(self, layout: FlatLayout, backing: Backing, *, moments: bool = True) -> None:
+        """``moments``: False: the weights alone, which only ``load_weights`` changes. Raises CapacityError if the backing
+        memory is too small."""
         self.layout = layout
         self.in_place = not backing.on_disk
         """Are windows updated in place, or read from and written to a file?"""
         self._regions = {
             kind: backing.region(layout.trained if kind in MOMENTS else layout.size, copied=kind == "model")
-            for kind in KINDS
+            for kind in (KINDS if moments else KINDS[:1])
         }
         self._lock = threading.Lock()
         self._progress = threading.Condition()
@@ -75,7 +76,7 @@ class State:
                         f"{name} has shape {tuple(value.shape)}, but the model needs {tuple(view.shape)}"
                     )
                 view.copy_(value)
-            for kind in MOMENTS:
+            for kind in state.keys() & MOMENTS:
                 for a, b in state[kind].windows():
                     state[kind].values[a:b].zero_()
 

@@ -22,13 +22,13 @@ from muletrain.compute.profile import Conditions, part_times
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
 from muletrain.compute.swap.arithmetic import Passage, SwappedArithmetic
-from muletrain.compute.swap.backing import Disk, Memory, keep_freed_memory_small
+from muletrain.compute.swap.backing import Disk, Memory, keep_freed_memory_small, return_freed_memory
 from muletrain.compute.swap.chain import chain_of, sub_models
 from muletrain.compute.swap.fit import NOMINAL_BYTES_PER_S, NOMINAL_FLOPS, blocks_of, fitted, swap_memory
 from muletrain.compute.swap.loading import Lane, device_window
 from muletrain.compute.swap.state import State
 from muletrain.compute.threads import ThreadedCompute, Threads
-from muletrain.errors import ProtocolError
+from muletrain.errors import CapacityError
 from muletrain.events import SwapWorked
 from muletrain.model.make import make_stage
 from muletrain.model.stage import initial_weight
@@ -74,9 +74,14 @@ class Call:
     def urgency(self) -> tuple[int, int]:
         return self.turn.priority, self.order
 
+    @property
+    def single(self) -> bool:
+        """Is this never computed with others? The gradient of a part of a microbatch must not be mixed with others."""
+        return self.p is None or (self.p.mb.whole > 0 and self.kind != "forward")
+
     def together(self, other: Call) -> bool:
         """Can both be in one round?"""
-        if self.p is None or other.p is None:
+        if self.single or other.single or self.p is None or other.p is None:
             return self is other
         return (self.kind, self.p.mb.step) == (other.kind, other.p.mb.step)
 
@@ -194,7 +199,7 @@ class Rounds:
             first = min(self._waiting, key=lambda c: c.urgency)
             calls = sorted((c for c in self._waiting if first.together(c)), key=lambda c: c.urgency)
             left_s = until - loop.time()
-            if first.p is None or len(calls) >= self._most or left_s <= 0:
+            if first.single or len(calls) >= self._most or left_s <= 0:
                 return calls[: self._most]
             if len(calls) >= self._enough:
                 left_s = min(left_s, ARRIVING_S)
@@ -265,17 +270,30 @@ class SwappedCompute(ThreadedCompute):
         lamb = setup.optimizer.name == "lamb"
         disk = swap.folder is not None
         memory = swap_memory(
-            spec, cut, stage, tokens, setup.precision, microbatches=swap.most, lamb=lamb, disk=disk, alone=swap.alone
-        )
+            spec,
+            cut,
+            stage,
+            tokens,
+            setup.precision,
+            microbatches=swap.most,
+            lamb=lamb,
+            disk=disk,
+            alone=swap.alone,
+            client=not setup.updates,
+        ).at(swap.offer)
+        if not memory.fits(swap.offer):  # before a block is measured for which the device may be too small
+            raise CapacityError(memory.problem(swap.offer))
         self.lends = not memory.copies(swap.offer)
         at = Conditions(setup.sequences, setup.device, setup.precision)
-        times = None if setup.inline else part_times(spec, at)
-        blocks = blocks_of(spec, cut, stage, tokens, setup.precision, NOMINAL_FLOPS, times)
-        fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # refuse before taking room on the disk
-        chain, gpu = chain_of(spec, cut, stage), setup.device if setup.device.type == "cuda" else None
-        self._backing: Backing = Disk(swap.folder) if swap.folder is not None else Memory(gpu)
         if setup.device.type == "cpu":
             keep_freed_memory_small()
+        times = None if setup.inline else part_times(spec, at, memory.inside)
+        if setup.device.type == "cpu":
+            return_freed_memory()  # of the blocks that were measured
+        blocks = blocks_of(spec, cut, stage, tokens, setup.precision, NOMINAL_FLOPS, times, memory.inside)
+        fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # refuse before taking room on the disk
+        chain, gpu = chain_of(spec, cut, stage, memory.inside), setup.device if setup.device.type == "cuda" else None
+        self._backing: Backing = Disk(swap.folder) if swap.folder is not None else Memory(gpu)
         self._failure: BaseException | None = None
         """Why the accumulator lacks something, until emptied."""
         try:
@@ -301,7 +319,7 @@ class SwappedCompute(ThreadedCompute):
         self.layout, self.n_params, self.n_trained = layout, layout.size, layout.trained
         self.threads = Threads(stage, delayed=swap.alone, inline=setup.inline)
         self.jobs = self.threads.jobs
-        self.state_ = state = State(layout, self._backing)
+        self.state_ = state = State(layout, self._backing, moments=setup.updates)
         state.begin(source or (lambda name: initial_weight(spec, name, shapes[name], setup.seed)))
         rate = NOMINAL_BYTES_PER_S if setup.inline else measured_rate(state.model, setup)
         self.plan = fitted(*needs, swap.offer, rate, swap.most)
@@ -309,11 +327,13 @@ class SwappedCompute(ThreadedCompute):
         models = sub_models(chain, self.plan.runs, layout)
         where, plan = (stage, len(cut)), self.plan
         self.arithmetic = SwappedArithmetic(
-            where, spec.width, models, setup, state, self._backing, self.threads, kept=plan.kept, alone=swap.alone
+            where, models, setup, state, self._backing, self.threads, kept=plan.kept, alone=swap.alone
         )
         self.rounds = Rounds(min(swap.least or self.plan.minibatches, swap.most), swap.most, self._settle)
         self._kept: dict[Microbatch, Passage] = {}
         self._told: dict[str, Any] = {}
+        self._uncounted: set[Microbatch] = set()
+        """Parts whose gradients are kept, and not counted yet."""
         self._together: dict[Microbatch, int] = {}
         """Microbatches of the last round of each, until discarded or until the step is over."""
         self._closed = False
@@ -388,7 +408,8 @@ class SwappedCompute(ThreadedCompute):
         targets, weight = checks.weighed(targets, declared, inputs.shape[1], vocab, self._setup.microbatches)
         checks.check_targets(targets, inputs, self._spec, self._setup.sequences)
         checks.check_sample_values("targets", targets, vocab + (mb.heldout or weight is not None))
-        passage = Passage(mb, inputs, targets, accumulate=accumulate, weight=1.0 if weight is None else weight)
+        weight = mb.share(len(inputs)) if weight is None else weight
+        passage = Passage(mb, inputs, targets, accumulate=accumulate, weight=weight)
         try:
             await self.rounds.call("loss", turn, self._on_device(self.arithmetic.loss), passage)
         finally:
@@ -397,8 +418,6 @@ class SwappedCompute(ThreadedCompute):
         return passage.loss, None if gradient is None else Result(gradient)
 
     def _check(self, mb: Microbatch, inputs: Tensor) -> None:
-        if mb.whole:
-            raise ProtocolError(f"microbatch {mb.step}/{mb.index}: a swapped stage computes no parts of microbatches")
         if self.stage == 0:
             checks.check_sample_shape("inputs", inputs, self._spec.inputs, self._spec, self._setup.sequences)
             checks.check_sample_values("inputs", inputs, self._spec.vocab)
@@ -411,16 +430,22 @@ class SwappedCompute(ThreadedCompute):
     def discard(self, mb: Microbatch) -> None:
         self._together.pop(mb, None)
         self._forget(mb)
+        if mb in self._uncounted:
+            self._uncounted.discard(mb)
+            self._submit(self.arithmetic.drop_part, mb)
 
     def _forget(self, mb: Microbatch) -> None:
         if (passage := self._kept.pop(mb, None)) is not None:
             self._freed(passage)
 
     def count(self, mb: Microbatch) -> None:
-        raise KeyError(mb)  # no parts are kept
+        self._uncounted.remove(mb)
+        self._submit(self.arithmetic.count_part, mb)
 
     async def part_sketch(self, mb: Microbatch, seed: bytes) -> Sketch:
-        raise KeyError(mb)  # no parts are kept
+        if mb not in self._uncounted:
+            raise KeyError(mb)
+        return await self._compute(self.arithmetic.sketch_part, mb, seed)
 
     def _freed(self, passage: Passage) -> None:
         """The memory is free once the device no longer uses the tensor."""
@@ -444,6 +469,9 @@ class SwappedCompute(ThreadedCompute):
         wanted = [c.p for c in round_.calls if c.p is not None and c.p.accumulate]
         if not wanted or self._closed:
             return
+        if wanted[0].mb.whole and counting:
+            self._uncounted.add(wanted[0].mb)
+            return self._submit(arithmetic.keep_part, wanted[0].mb)
         settle = arithmetic.commit if len(counting) == len(wanted) else arithmetic.commit_again
         self._submit(settle, sorted(counting, key=lambda p: p.mb))
 

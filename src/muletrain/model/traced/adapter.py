@@ -17,6 +17,7 @@ import safetensors
 import torch
 from torch import Tensor
 
+from muletrain.config.model_sections import AdapterConfig
 from muletrain.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
-
-    from muletrain.config.model_sections import AdapterConfig
 
 ENTRY = "adapter"
 """Of an architecture: what ``described`` gives."""
@@ -68,6 +67,12 @@ def in_base(name: str) -> str:
 
 def put_in(model: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
     """``model`` with the adapter, which alone is trained. Raises ConfigError for an adapter that does not fit."""
+    try:  # perhaps it comes from another machine
+        asked = AdapterConfig.model_validate_json(json.dumps(adapter), strict=True)
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"model.architecture: it describes no adapter ({' '.join(str(e).split())[:200]})") from e
+    if asked.rank is None or asked.from_ is not None or asked.alpha is None:
+        raise ConfigError("model.architecture: it describes no adapter, but a setting of one")
     try:
         from peft import inject_adapter_in_model
     except ImportError as e:

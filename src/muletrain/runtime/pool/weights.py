@@ -6,8 +6,6 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING
 
-import torch
-
 from muletrain.clock import loop_time_s
 from muletrain.config.schema import Codec
 from muletrain.errors import Malformed, NetworkError
@@ -93,8 +91,8 @@ class WeightsUpload:
 class _Coming:
     """Weights on their way. ``begun``: chunks that came; ``left``: chunks that are not stored yet."""
 
-    def __init__(self, digest: bytes, n_params: int, chunk: int) -> None:
-        self.digest, self.values = digest, torch.empty(n_params)
+    def __init__(self, digest: bytes, n_params: int, chunk: int, values: asyncio.Task[Tensor]) -> None:
+        self.digest, self.values = digest, values
         self.ranges = chunk_ranges(0, n_params, chunk)
         self.left, self.begun = set(range(len(self.ranges))), set[int]()
         self.since_s = loop_time_s()
@@ -119,7 +117,9 @@ class WeightsDownload:
 
     def begin(self, digest: bytes, servers: tuple[PeerId, ...]) -> None:
         """Ask ``servers`` for weights that are to be fetched soon."""
-        self._coming = _Coming(digest, self._compute.n_params, self._plan.chunk)
+        numbers = self._compute.n_params
+        values = self._tasks.spawn(self._compute.room(numbers), "room for weights")
+        self._coming = _Coming(digest, numbers, self._plan.chunk, values)
         self._ask(self._coming, servers)
 
     async def fetch(
@@ -147,8 +147,11 @@ class WeightsDownload:
                             break
                 if not coming.left or not wanted():
                     break
-            whole = not coming.left and await self._compute.offload(flat_digest, coming.values) == digest
-            return coming.values if whole and wanted() else None
+            if coming.left:
+                return None
+            values = await coming.values
+            whole = await self._compute.offload(flat_digest, values) == digest
+            return values if whole and wanted() else None
         finally:
             self._coming = None
             since_s, came = loop_time_s() - coming.since_s, len(coming.ranges) - len(coming.left)
@@ -187,7 +190,7 @@ class WeightsDownload:
             return
         coming.begun.add(message.chunk)
         a, b = coming.ranges[message.chunk]
-        await self._compute.offload(_store, tensor, coming.values[a:b])
+        await self._compute.offload(_store, tensor, (await asyncio.shield(coming.values))[a:b])
         coming.left.discard(message.chunk)
         self.news.set()
 

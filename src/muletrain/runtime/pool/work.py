@@ -159,9 +159,11 @@ class Accumulator:
             self._begin_anew(step, generation)
             for number in [n for n, mb in self._uncounted.items() if n in givings and mb.step == step]:
                 self._settle(number, counts=True)
-            gradient = (await self._compute.gradient(step)).clone()
+            gradient = await self._compute.gradient(step)
+            handed = await self._compute.room(len(gradient))
+            await self._compute.offload(handed.copy_, gradient)
             self._compute.clear(step)
-            return gradient, self._counted.pop(step, set())
+            return handed, self._counted.pop(step, set())
 
 
 class PartWork:

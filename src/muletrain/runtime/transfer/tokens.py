@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from muletrain.data.microbatch import unmarked
 from muletrain.data.tokens import digest_of
 from muletrain.errors import CapacityError, DataError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.events import TrainerAdded, TransferFailed
@@ -275,7 +276,7 @@ class Sharing:
         for begin in range(0, len(tokens), PIECE):
             piece = tokens[begin : begin + PIECE]
             await self.disk.call(digest.update, piece.data)
-            most = max(most, int(await self.disk.call(piece.max)))
+            most = max(most, await self.disk.call(_largest, piece))
         sides = digest.digest(), self.shared.heldout, hashlib.sha256(self.tokenizer).digest()
         if digest_of(sides) != self.data or most >= self.vocab:
             await self.disk.call(self.store.path(self.shared).unlink)
@@ -288,6 +289,11 @@ class Sharing:
         if copy.digest == self.shared.digest:
             self.copy = copy
         return tokens
+
+
+def _largest(tokens: npt.NDArray[np.integer]) -> int:
+    """The largest id."""
+    return int(unmarked(tokens)[0].max())
 
 
 def share(path: Path, width: int, heldout: Path, disk: Disk) -> tuple[Shared, StateImage]:

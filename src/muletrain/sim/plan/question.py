@@ -189,7 +189,7 @@ class Question:
         """Memory of a machine at a stage. ``inputs``: bytes of inputs kept until backward, beyond the estimate."""
         offer, kept = self.offer(entry), int(inputs)
         if not need.resident(offer) and need.swapped is not None:
-            return _swapped(entry, stage, need, need.swapped, offer)
+            return _swapped(entry, stage, need, need.swapped.at(offer), offer)
         need = need.on(offer)
         return Memory(
             machine=entry,
