@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from muletrain.compute.estimate import (
     LAMB_TENSORS,
     PARTS,
+    TRANSFERS,
     Finer,
     SwapMemory,
     client_memory,
@@ -138,10 +139,12 @@ def swap_memory(
     disk: bool | None = None,
     alone: bool = False,
     client: bool = False,
+    pooled: bool = False,
 ) -> SwapMemory:
     """Memory of ``stage`` with microbatches of ``tokens``, of which so many are there at once. ``lamb``: the optimizer
     needs whole tensors; ``disk``, ``alone``: see ``SwapMemory``. ``client``: of a hub, which holds no moments, but the
-    next weights, the sum, the sum on its way to the server, and gradients of parts that are not counted yet."""
+    next weights, the sum, the sum on its way to the server, and gradients of parts that are not counted yet. ``pooled``:
+    see ``stage_memory``."""
     params, trained = spec.stage_params(cut, stage), spec.trained_params(cut, stage)
     blocks = blocks_of(spec, cut, stage, tokens, precision, NOMINAL_FLOPS)
     goes_on = 4 * tokens * spec.width
@@ -149,6 +152,7 @@ def swap_memory(
     beside = PASSING * goes_on + windows + 4 * device_window(params) + spec.tables_bytes(tokens // spec.context)
     largest = largest_tensor(spec, cut, stage)
     update = 4 * TENSORS * largest if lamb else windows  # nothing else is there then
+    held = 4 if alone else 20 + 4 * (TRANSFERS - 1) * pooled  # accumulators of clients, before the mean
     finer = [
         Finer(inside, max(update, beside + int(needed)), int(between) * microbatches)
         for inside, needed, between in finer_cuts(spec, cut, stage, tokens, precision)
@@ -157,7 +161,7 @@ def swap_memory(
         beside=beside,
         least=max(update, beside + int(places_bytes(blocks, _one_by_one(blocks)))),
         state=4 * params + (0 if client else 8 * trained),
-        gradients=4 * params + 4 * (PARTS + 2) * trained if client else (4 if alone else 20) * trained,
+        gradients=4 * params + 4 * (PARTS + 2) * trained if client else held * trained,
         between=(len(blocks) - 1) * goes_on * microbatches,
         update=4 * (LAMB_TENSORS * largest if lamb else min(params, IN_PLACE * update_window(params))),
         tied=tied_bytes(spec, cut, stage),
@@ -254,7 +258,18 @@ def stage_needs(
         if s in within
         else replace(
             need,
-            swapped=swap_memory(spec, cut, s, tokens, precision, microbatches=most, lamb=lamb, disk=disk, alone=alone),
+            swapped=swap_memory(
+                spec,
+                cut,
+                s,
+                tokens,
+                precision,
+                microbatches=most,
+                lamb=lamb,
+                disk=disk,
+                alone=alone,
+                pooled=strategy.pooled,
+            ),
         )
         for s, need in enumerate(needs)
     ]

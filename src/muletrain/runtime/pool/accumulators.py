@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 
 from muletrain.compute.checks import is_finite
 from muletrain.compute.estimate import TRANSFERS
@@ -219,12 +218,13 @@ class Accumulators:
     async def fetch(self, client: PeerId, generation: int, step: int) -> Transfer:
         """Returns the accumulator of ``client``: the gradients that the client should have, and gradients that have
         come to count meanwhile. Raises Lost, Unreached, and NothingLeft."""
+        values = await self._inner.room(self._inner.n_trained)
         wanted = self._parts.of(step).holders().get(client, set())
         if not wanted:
             raise NothingLeft
         self._numbers += 1
         chunks = range(-(-self._inner.n_trained // self._receiver.plan.chunk))
-        transfer = Transfer(self._numbers, torch.empty(self._inner.n_trained), set(chunks))
+        transfer = Transfer(self._numbers, values, set(chunks))
         ask = AskAccumulator(generation=generation, step=step, transfer=transfer.number, givings=tuple(sorted(wanted)))
         self._transfers[client] = transfer
         try:
