@@ -285,7 +285,8 @@ def initial_weight(spec: Model, name: str, shape: tuple[int, ...], seed: int) ->
 
     Drawn by numpy's Philox keyed by (seed, name): unlike with torch's CPU generator, the bits do not depend on vector
     instructions. The way back from a compressed border begins as the transpose of the way there, so that the features
-    keep what they mean: with a random one, four stages of ``maxout`` learn half as fast (benchmarks/compression).
+    keep what they mean: with a random one, four stages of ``maxout`` end 240 steps at a perplexity of 68, not 56
+    (benchmarks/compression).
     """
     if len(shape) == 1:
         return torch.ones(shape)

@@ -28,7 +28,7 @@ SEEDS, MANY = 3, 100
 """Number of churn seeds to average; a fleet of more than ``MANY`` machines needs only one play."""
 COUNTLESS = 1000
 """Above this many machines churn is ignored: a play would take minutes, and no stage loses its last peer."""
-QUALITY = {"bottleneck": 1.35, "maxout": 1.28}
+QUALITY = {"bottleneck": 1.31, "maxout": 1.28}
 """Times as many steps that a kind of ``model.compression`` takes to the same loss, at a factor of 2 between two stages: the
 larger of SWARM's table 7 and of benchmarks/compression."""
 BITS = {Codec.FP32: 32, Codec.FP16: 16, Codec.BF16: 16, Codec.INT8: 8, Codec.DYNAMIC8: 8}
