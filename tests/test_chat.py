@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -137,6 +140,31 @@ def test_rows_of_other_columns_become_conversations() -> None:
     assert kind_of({"text": "x", "messages": []}, "body") == "messages"
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert conversation({"messages": share, "tools": json.dumps(tools)}, "messages", "here")["tools"] == tools
+
+
+def test_tables_hold_conversations_and_pairs(tmp_path: Path) -> None:
+    """Parquet, CSV and a list in JSON give the tokens of the same rows in JSONL."""
+    pairs = [{"prompt": f"What is {k} plus {k}?", "completion": f"It is {2 * k}."} for k in range(40)]
+    rows = chats(40)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "chat.parquet")
+    (tmp_path / "chat.json").write_text(json.dumps(rows))
+    with (tmp_path / "pairs.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, ["prompt", "completion"])
+        table.writeheader()
+        table.writerows(pairs)
+    pq.write_table(pa.Table.from_pylist(pairs), tmp_path / "pairs.parquet")
+    tokenizer = chat_tokenizer(tmp_path / "model", FAMILIES["smollm3"])
+    assert tokenizer.chat_template is not None
+
+    def of(path: str) -> bytes:
+        data = DataConfig(path=path, tokenizer=str(tmp_path / "model"), cache=str(tmp_path / "cache"), heldout=0)
+        cache = TokenCache.build(resolved(data), 400, context=64)
+        return np.asarray(cache.train).tobytes()
+
+    for kind, others, given in (("chat", ("parquet", "json"), rows), ("pairs", ("csv", "parquet"), pairs)):
+        right = of(write_rows(tmp_path / f"{kind}.jsonl", given))
+        for other in others:
+            assert of(str(tmp_path / f"{kind}.{other}")) == right
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------
