@@ -148,7 +148,10 @@ FleetFile = Annotated[
         "path is printed.",
     ),
 ]
-MODEL_HELP = "Model preset: gpt3-125m to gpt3-175b, llama-7b to llama-65b, llama3-8b, llama3-70b. Default: the model of CONFIG, or gpt3-xl."
+MODEL_HELP = (
+    "A Hugging Face folder (config.json is enough) or name, or a preset: gpt3-125m to gpt3-175b, llama-7b to llama-65b, llama3-8b, "
+    "llama3-70b. Default: the model of CONFIG, or gpt3-xl."
+)
 RUN_CONFIG_HELP = "Configuration of the run, as for 'muletrain run'."
 COSTS_HELP = "Times and speeds that 'muletrain simulate calibrate' measured."
 QUALITY_HELP = (

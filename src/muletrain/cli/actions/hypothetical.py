@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
+from muletrain.model.hf_hub import is_hub_name
 from muletrain.model.make import make_model
 
 if TYPE_CHECKING:
@@ -30,6 +32,11 @@ def load_run(config: Path | None, overrides: Sequence[str], *defaults: str) -> t
 
         run = resolve_start(run, weights=False)
     return run, make_model(run.model)
+
+
+def model_setting(name: str) -> str:
+    """The setting that ``--model`` stands for: a folder or a name on the Hub, else a preset."""
+    return f"model.from={name}" if os.path.isdir(name) or is_hub_name(name) else f"model.preset={name}"
 
 
 def need_matplotlib() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.markup import escape
 
-from muletrain.cli.actions.hypothetical import load_run, need_matplotlib
+from muletrain.cli.actions.hypothetical import load_run, model_setting, need_matplotlib
 from muletrain.cli.show.console import make_console, say
 from muletrain.cli.show.doing import doing
 from muletrain.cli.show.plan_tables import tell
@@ -44,9 +44,8 @@ class Wish(NamedTuple):
 
     def question(self, fleet: Fleet, measured: Costs) -> Question:
         """Raises ConfigError."""
-        given = list(self.overrides)
+        given = [*self.overrides, *([model_setting(self.model)] if self.model else [])]
         for key, value in (
-            ("model.preset", self.model),
             ("train.batch", self.batch),
             ("train.microbatch", self.microbatch),
         ):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from muletrain.cli.actions.hypothetical import need_matplotlib
+from muletrain.cli.actions.hypothetical import model_setting, need_matplotlib
 from muletrain.cli.actions.scenario import scenario
 from muletrain.cli.show.console import make_console, say
 from muletrain.cli.show.doing import doing
@@ -77,7 +77,7 @@ def what_if(
     measured = Costs() if costs is None else load_costs(costs)
     fleet, origins = load_located_fleet(path or EXAMPLE)
     with located(origins, Fleet):
-        given = [*overrides, *([f"model.preset={model}"] if model else [])]
+        given = [*overrides, *([model_setting(model)] if model else [])]
         churn = weather(fleet.churn, Path(path or EXAMPLE).parent)
         asked = scenario(with_speeds(fleet, measured), churn, config, given, measured, plan=plan, choice=choice)
         asked = dataclasses.replace(asked, question=dataclasses.replace(asked.question, quality=quality_of(quality)))
