@@ -64,10 +64,13 @@ def train_plainly(
         total = 0.0
         batch = [[torch.from_numpy(a) for a in source.microbatch(step, index)] for index in range(microbatches)]
         batch = [(inputs, targets[:, : inputs.shape[1]]) for inputs, targets in batch]  # without the number that count
-        counted = sum(int((targets < facts.spec.vocab).sum()) for _, targets in batch)
+        counts = [int((targets < facts.spec.vocab).sum()) for _, targets in batch]
         for index, (inputs, targets) in enumerate(batch):
+            if not counts[index]:
+                continue
             logits = model(inputs, Masks(config.train.seed, step, index)).flatten(0, 1)
-            loss = F.cross_entropy(logits, targets.flatten(), ignore_index=facts.spec.vocab, reduction="sum") / counted
+            loss = F.cross_entropy(logits, targets.flatten(), ignore_index=facts.spec.vocab)
+            loss = loss * (counts[index] / sum(counts))
             loss.backward()
             total += float(loss.detach())
         losses.append(total)

@@ -106,13 +106,13 @@ def joined(
     ("memory_gib", "overrides", "told", "kind", "said"),
     [
         (
-            0.25,
+            0.1,
             LARGE,
             {},
             CapacityError,
-            r"stage 0 needs .* this machine may use 256 MiB: it does not serve it; even swapped it needs .*\. Give more \(--memory",
+            r"stage 0 needs .* this machine may use 102 MiB: it does not serve it; even swapped it needs .*\. Give more \(--memory",
         ),
-        (0.25, LARGE, {"running": True, "name": "a"}, CapacityError, "this machine may use"),
+        (0.1, LARGE, {"running": True, "name": "a"}, CapacityError, "this machine may use"),
         (2.0, SMALL, {"stage": 7}, AdmissionError, r"serve stage 7 of a run with stages 0..1; nothing was taken"),
         (
             2.0,
@@ -199,7 +199,7 @@ def test_a_stage_that_does_not_fit_is_never_built_whoever_says_so(tmp_path: Path
     """After a move, or a step back, too."""
     facts = RunFacts.of(load_config(None, list(LARGE)))
     spec = WorkerSpec(role="join", name="a", folder=str(tmp_path), ticket=TICKET)
-    machine = Machine.probe("cpu", facts.config.compute.precision, 0.25)
+    machine = Machine.probe("cpu", facts.config.compute.precision, 0.1)
     with pytest.raises(CapacityError, match="stage 1 needs"):
         asyncio.run(host_of(spec).build(facts, 1, machine, None))
 

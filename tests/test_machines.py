@@ -78,8 +78,8 @@ def test_a_stage_that_fits_nowhere_is_refused_with_the_numbers(
     machines: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     machines("a", "start", *TINY)
-    refused = output(machines("b", "join", ticket_in(tmp_path / "a"), "--memory", "0.001"), code=2)
-    assert re.search(r"needs [\d.]+ MiB .* may use 1.02 MiB", refused)
+    refused = output(machines("b", "join", ticket_in(tmp_path / "a"), "--memory", "0.0002"), code=2)
+    assert re.search(r"needs [\d.]+ [MK]iB .* may use 2\d\d KiB", refused)
     assert "more memory" in refused
 
 

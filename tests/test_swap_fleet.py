@@ -151,7 +151,8 @@ def test_one_dies_in_the_middle_of_a_step_and_another_joins(tmp_path: Path) -> N
 def test_alone_it_is_one_process(tmp_path: Path) -> None:
     """One peer, which nobody can join: no process beside the command's. After Ctrl-C in the middle it is
     resumed, and ends with the numbers of one process."""
-    settings = [*EXACT, "train.steps=30", "compute.threads=1", f"compute.memory={GIB}"]
+    slow = "optimizer.lr=1e-3"  # with three times as much, rounding alone reaches 3e-5 on some machines
+    settings = [*EXACT, "train.steps=30", slow, "compute.threads=1", f"compute.memory={GIB}"]
     settings += ["checkpoint.every=4", f"data.cache={tmp_path / 'cache'}"]
     line = command("run", "--strategy", "swap", "--json", "--trace", "trace.json", settings=settings)
     fleet = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
@@ -176,7 +177,7 @@ def test_alone_it_is_one_process(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "muletrain generate" in done.stdout
-    facts, cache = facts_of(tmp_path, *SWAP, "train.steps=30")
+    facts, cache = facts_of(tmp_path, *SWAP, "train.steps=30", slow)
     torch.set_num_threads(1)
     expected, _ = train_plainly(facts, facts.source(cache))
     assert relative_difference(checkpoint_weights(run), expected) <= 1e-5

@@ -16,7 +16,7 @@ from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.load import load_config
 from muletrain.config.schema import OptimizerConfig
-from muletrain.events import ClientBegan, PoolWorked, StepDone
+from muletrain.events import ClientBegan, PeerJoined, PoolWorked, StepDone
 from muletrain.runs.assemble import RunFacts
 
 from .fleet_run import checkpoint_weights, run_fleet
@@ -107,7 +107,8 @@ def test_a_hub_whose_machines_have_a_tenth_of_the_memory_equals_one_process(tmp_
     assert relative_difference(checkpoint_weights(tmp_path / "run"), expected) <= 1e-5
     assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
     check_every_microbatch_once(events, facts)
-    assert any(isinstance(e, ClientBegan) for e in events)
+    assert {e.swapped > 1 for e in events if isinstance(e, ClientBegan)} == {True}
+    assert {e.swapped > 1 for e in events if isinstance(e, PeerJoined)} == {who == "all"}
     worked = [e for e in events if isinstance(e, PoolWorked)]
     assert sum(c.get("parts", 0) for e in worked for c in e.clients.values()) >= 4
 

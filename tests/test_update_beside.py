@@ -74,7 +74,7 @@ def test_an_update_changes_first_what_is_needed_first(
 
         def update(self, *args: Any, **kwargs: Any) -> None:
             begin, end = next(iter(state._left.items()))
-            needed.append(any(begin < b and a < end for a, b in first))
+            needed.append(any(begin < part.end and part.begin < end for part in first))
             rule.update(*args, **kwargs)
 
     state.update(Watched(), torch.zeros(swapped.n_params), Update(0, 1.0, skip=False))

@@ -88,11 +88,11 @@ ONE = '[[machines]]\nname = "desk"\ncount = 4\ndevice = "RTX 3080"\n'
     ("text", "overrides", "said"),
     [
         (
-            ONE,
+            ONE + "host_gib = 64\n",
             ["model.preset=gpt3-175b"],
             "fleet.toml:3: machines[0].count: a model of 175 B parameters needs",
         ),
-        (ONE, ["model.preset=gpt3-175b"], "machines like 'desk', or take a smaller model"),
+        (ONE + "host_gib = 64\n", ["model.preset=gpt3-175b"], "machines like 'desk', or take a smaller model"),
         (
             ONE.replace("count = 4", "count = 400"),
             ["model.preset=llama-65b", "fleet.stages=40"],

@@ -241,7 +241,9 @@ class StageMemory:
 
     def on(self, offer: Offer) -> StageMemory:
         """The needs on a machine with this offer: the first way that fits, else the last."""
-        return self if self.smaller is None or self._fits_whole(offer) else self.smaller.on(offer)
+        if self.smaller is None or self._fits_whole(offer):
+            return self
+        return replace(self.smaller, swapped=self.swapped).on(offer)
 
     def _fits_whole(self, offer: Offer) -> bool:
         need = self.total if offer.host is None else self.on_device

@@ -80,9 +80,12 @@ class ClientBegan(Event):
     threads: int
     chip: str = ""
     """Product name of the device."""
+    swapped: int = 0
+    """Parts of the stage that take turns on the device; 0: the stage stays there."""
 
     def sentence(self) -> str:
-        about = f"{self.device}, {self.precision}, {format_count(self.params)} parameters"
+        turns = f" in {self.swapped} parts that take turns" if self.swapped else ""
+        about = f"{self.device}, {self.precision}, {format_count(self.params)} parameters{turns}"
         return f"{self.name} computes for stage {self.stage} ({about})"
 
 

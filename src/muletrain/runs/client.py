@@ -151,6 +151,7 @@ class Helping:
                 params=compute.n_params,
                 threads=host.spec.threads,
                 chip=chip(machine.device),
+                swapped=compute.parts if compute.parts > 1 else 0,
             )
         )
         if self._stopped.is_set():

@@ -297,7 +297,6 @@ def prepare(
                 raise
             say(f"{e}; its sizes are taken from {checkpoint.folder}", soft_wrap=True, markup=False)
             config = config.model_copy(update={"model": checkpoint.config.model})
-        config = config.model_copy(update={"data": resolved(config.data)})
         facts = RunFacts.of(config)
     pick_device(config.compute.device)
     fits(config)
@@ -312,6 +311,8 @@ def prepare(
     if config.train.data_offset < 0 and checkpoint is None:
         raise ConfigError(f"train.data_offset: {config.train.data_offset} lies before the data; give 0 or more")
     with doing("reading the text" if config.data.factory is None else "reading samples") as tell:
+        config = config.model_copy(update={"data": resolved(config.data)})
+        facts = RunFacts.of(config)
         data = facts.data(lambda done: tell(done, None if config.data.factory else "tokenising the text"))
     source = facts.source(data)  # raises if the corpus is shorter than one sequence
     if config.train.epochs is not None:

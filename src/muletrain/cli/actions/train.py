@@ -8,6 +8,7 @@ import secrets
 import signal
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muletrain.cli.actions.opening import first_checkpoint, opened, ready, tell_of
@@ -36,7 +37,6 @@ from muletrain.timeline import check_trace, write_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from muletrain.cli.actions.opening import Ready, Wanted
     from muletrain.config.schema import RunConfig
@@ -82,7 +82,10 @@ def local_session(
 
             def fits(config: RunConfig) -> None:
                 needs = RunFacts.of(config, alone=alone).needs()
-                check_local(needs, peers.devices[: len(servers)], config.compute.memory, peers.host_memory)
+                place = Path(config.swap.folder or folder)
+                while not place.exists():  # a folder that is to be made
+                    place = place.parent
+                check_local(needs, peers.devices[: len(servers)], config.compute.memory, peers.host_memory, place)
 
             run = ready(folder, config, wanted, fits, reads=True)
             config, network = run.prepared.config, run.prepared.config.network

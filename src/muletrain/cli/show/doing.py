@@ -22,6 +22,7 @@ BEGINS = {
     "stop": "asking the run's members to stop",
     "kick": "telling the run's members",
     "doctor": "examining this machine",
+    "data": "reading the data",
     "plan": "preparing the plan",
     "trace": "preparing to trace the model",
     "profile": "preparing to measure the model",

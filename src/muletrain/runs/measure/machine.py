@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from muletrain.units import format_memory, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     import torch
 
@@ -100,15 +102,30 @@ def free_memory_of_machine(peers: int) -> int:
     return free_memory(torch.device("cpu")) // peers
 
 
-def check_local(needs: Sequence[StageMemory], dealt: Sequence[str], memory_gib: float | None, host: int) -> None:
-    """Check that the peers of this machine can serve all stages. Raises CapacityError with the numbers."""
+def on_disk(need: StageMemory, offer: Offer) -> int:
+    """Bytes on a disk of a stage that is swapped on a machine with this offer."""
+    swapped = need.swapped
+    return swapped.at(offer).in_files if swapped is not None and swapped.on_disk(offer) else 0
+
+
+def check_local(
+    needs: Sequence[StageMemory], dealt: Sequence[str], memory_gib: float | None, host: int, folder: Path
+) -> None:
+    """Check that the peers of this machine can serve all stages. ``folder``: for stages that are swapped to a disk. Raises
+    CapacityError with the numbers."""
+    free = shutil.disk_usage(folder).free
     offers = [memory_of(pick_device(d), memory_gib, dealt.count(d), host) for d in dealt]
     for stage, need in enumerate(needs):
-        if any(need.fits(o) for o in offers):
+        if any(need.resident(o) or (need.fits(o) and not on_disk(need, o) > free) for o in offers):
             continue
         largest = max(offers, key=lambda o: o.device)
+        full = ""
+        if need.fits(largest):
+            files = format_memory(on_disk(need, largest))
+            full = f"; swapped it needs {files} of disk, and {format_memory(free)} are free in {folder}"
         shared = f" ({plural(len(dealt), 'peer')} share this machine)" if len(dealt) > 1 and memory_gib is None else ""
         raise CapacityError(
             f"stage {stage} of {len(needs)} needs {need.need(largest)}, but a peer here may use {largest}{shared}: {need.on(largest)}"
-            f"{need.swapping(largest)}. Nothing was started; {ADVICE}. If {format_memory(largest.device)} is wrong, set compute.memory"
+            f"{full or need.swapping(largest)}. Nothing was started; {ADVICE}. If {format_memory(largest.device)} is wrong, set "
+            f"compute.memory"
         )
