@@ -186,7 +186,7 @@ def test_who_changes_its_stage_hears_that_the_run_ends_meanwhile(stopped: bool, 
             elif stage == 1:
                 await server.end(over=True)
                 await asyncio.sleep(1.0)
-            return SimpleNamespace(stage=stage, n_params=1, n_trained=1, delayed=False, close=lambda: None)
+            return SimpleNamespace(stage=stage, parts=1, n_params=1, n_trained=1, delayed=False, close=lambda: None)
 
         host.build_client = made  # type: ignore[assignment, method-assign]
         help = Help(facts, net, Machine(torch.device("cpu"), Precision.FP32, Offer(1)), "server", None)
