@@ -1,4 +1,4 @@
-"""Stop a run when the held-out loss has not improved for three measurements, and draw what it did.
+"""Stop a run when the held-out loss has not improved for three measurements, and draw the losses.
 
 python examples/early_stop.py
 """

@@ -111,7 +111,7 @@ class Run:
         for thread in self._threads:
             thread.start()
 
-    # What it says -----------------------------------------------------------------------------------------------------
+    # Events of the run -----------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         assert self._process.stderr is not None
@@ -121,9 +121,13 @@ class Run:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        with self._process.stdout as lines, self._console or contextlib.nullcontext():
-            for line in lines:
-                self._line(line)
+        try:
+            with self._process.stdout as lines, self._console or contextlib.nullcontext():
+                for line in lines:
+                    self._line(line)
+        except Exception as e:  # such as a terminal that is gone: nobody may wait for ever
+            self._failure = self._failure or e
+            self.stop()
         self._process.wait()
         self._threads[0].join(5.0)
         with self._news:
@@ -136,7 +140,7 @@ class Run:
     def _line(self, line: str) -> None:
         try:
             event = parse(line)
-        except EventError:  # what only the command says
+        except EventError:  # the folder, or the ticket
             with contextlib.suppress(ValueError):
                 said = json.loads(line)
                 with self._news:
@@ -190,7 +194,9 @@ class Run:
         """The held-out loss at the end [nats/token], or else that of the last step; None: there is none yet."""
         with self._news:
             measured = next((e.loss for e in reversed(self._events) if isinstance(e, Evaluated)), None)
-            return measured or next((e.loss for e in reversed(self._events) if isinstance(e, StepDone)), None)
+            if measured is not None:
+                return measured
+            return next((e.loss for e in reversed(self._events) if isinstance(e, StepDone)), None)
 
     def status(self) -> dict[str, Any]:
         """Steps, loss, tokens/s and peers, as they are now."""
@@ -206,7 +212,7 @@ class Run:
             "folder": self.folder,
         }
 
-    # Its end ----------------------------------------------------------------------------------------------------------
+    # The end of the run ----------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Ask the run to end after this step, with a checkpoint; a machine that joined only leaves. Returns at once."""
@@ -216,7 +222,7 @@ class Run:
 
     def wait(self, timeout_s: float | None = None) -> Run:
         """Return at the run's end. KeyboardInterrupt stops the run in order first. Raises MuletrainError with the reason
-        if it failed, TimeoutError, and what a callback raised."""
+        if it failed, TimeoutError, and the error of a callback."""
         try:
             with self._news:
                 if not self._news.wait_for(lambda: self._ended, timeout_s):
@@ -233,7 +239,7 @@ class Run:
         return self
 
     def _reason(self) -> str:
-        """The command's own error, else the end of what it said."""
+        """The error of the command, else the last lines of its standard error."""
         errors = [n for n, line in enumerate(self._said) if line.startswith("error: ")]
         lines = list(self._said)[errors[-1] :] if errors else list(self._said)
         return "\n".join(lines).removeprefix("error: ") or f"the run ended with exit code {self._process.returncode}"
@@ -245,7 +251,7 @@ class Run:
             self.wait()
             raise MuletrainError("the run ended before that")
 
-    # What it leaves ---------------------------------------------------------------------------------------------------
+    # Results of the run ---------------------------------------------------------------------------------------------------
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -373,7 +379,7 @@ def generate(
 
 
 def doctor() -> dict[str, Any]:
-    """What ``muletrain doctor --json`` finds on this machine."""
+    """The findings of ``muletrain doctor --json`` on this machine."""
     found: dict[str, Any] = json.loads(_command("doctor", "--json", codes=(0, 1)))
     return found
 
@@ -381,7 +387,7 @@ def doctor() -> dict[str, Any]:
 def plan(
     fleet: str | Path, *, model: str | None = None, batch: int | None = None, **sections: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What ``muletrain plan --json`` predicts for the machines of a fleet file."""
+    """The predictions of ``muletrain plan --json`` for the machines of a fleet file."""
     more = [*([] if model is None else ["--model", model]), *([] if batch is None else ["--batch", str(batch)])]
     found: dict[str, Any] = json.loads(_command("plan", str(fleet), *more, *_sets(sections), "--json"))
     return found
@@ -395,7 +401,7 @@ def simulate(
     hours: float | None = None,
     **sections: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What ``muletrain simulate fleet --json`` plays."""
+    """The outcome of ``muletrain simulate fleet --json``."""
     more = [*([] if model is None else ["--model", model]), *([] if batch is None else ["--batch", str(batch)])]
     more += [] if hours is None else ["--hours", str(hours)]
     found: dict[str, Any] = json.loads(_command("simulate", "fleet", str(fleet), *more, *_sets(sections), "--json"))
@@ -403,7 +409,7 @@ def simulate(
 
 
 def _command(*arguments: str, codes: tuple[int, ...] = (0,)) -> str:
-    """What a command prints. Raises MuletrainError."""
+    """The output of a command. Raises MuletrainError."""
     done = subprocess.run([sys.executable, "-m", "muletrain", *arguments], capture_output=True, text=True, check=False)
     if done.returncode not in codes:
         lines = done.stderr.strip().splitlines()
@@ -423,7 +429,7 @@ def _settings(
     sections: Mapping[str, Mapping[str, Any]],
     folders: list[tempfile.TemporaryDirectory[str]],
 ) -> list[str]:
-    """Arguments of a command. What lives in this process is written to ``folders``."""
+    """Arguments of a command. Objects of this process are written to ``folders``."""
     for section, fields in sections.items():
         if not hasattr(fields, "items"):
             raise ConfigError(f"{section}={fields!r}: give the fields of the section: {section}={{...}}")
