@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from muletrain.cli.show.console import LiveConsole
 from muletrain.errors import CheckpointError, ConfigError, MuletrainError
-from muletrain.events import CheckpointWritten, Evaluated, StepDone
+from muletrain.events import Evaluated, StepDone
 from muletrain.events.event import EventError, parse
 from muletrain.runs.view import RunView
 
@@ -40,12 +40,14 @@ OWNER = "MULETRAIN_OWNER"
 """Environment variable: the process that a command belongs to (``cli.main``)."""
 STOP_S = 120.0
 """Longest wait for a run to end in order when its Python ends [s]."""
+KEPT = 100_000
+"""Events that a ``Run`` keeps; the files of the run folder have all (``muletrain.events.read_events``)."""
 _SAID = 50
 """Lines of the process' standard error that an error quotes from."""
 
 
 class Events:
-    """The events of a run from the first on, until it ends: iterate, also with ``async for``."""
+    """The events of a run, the last ``KEPT`` and those to come, until it ends: iterate, also with ``async for``."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -85,7 +87,7 @@ class Run:
         self.ticket: str | None = None
         """For ``join`` on other machines, once the run waits for them (``start``)."""
         self._news = threading.Condition()
-        self._events: list[Event] = []
+        self._events: deque[Event] = deque(maxlen=KEPT)
         self._readers: list[Callable[[Event | None], None]] = []
         self._callbacks: list[tuple[type[Any], Callable[[Any], object]]] = []
         self._failure: BaseException | None = None
@@ -165,7 +167,7 @@ class Run:
                 self.stop()
 
     def events(self) -> Events:
-        """The events from the first on, as they come (``muletrain.events``)."""
+        """The last ``KEPT`` events, and those to come (``muletrain.events``)."""
         return Events(self)
 
     def on(self, kind: type[E]) -> Callable[[Callable[[E], object]], Callable[[E], object]]:
@@ -256,9 +258,7 @@ class Run:
     @property
     def checkpoint(self) -> Checkpoint:
         """The newest checkpoint. Raises CheckpointError if there is none."""
-        with self._news:
-            written = any(isinstance(e, CheckpointWritten) for e in self._events)
-        if self.folder is None or not written:
+        if self.folder is None:
             raise CheckpointError("the run has written no checkpoint yet")
         return load(self.folder)
 

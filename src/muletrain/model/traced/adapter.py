@@ -73,6 +73,7 @@ def put_in(model: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
         raise ConfigError(f"model.architecture: it describes no adapter ({' '.join(str(e).split())[:200]})") from e
     if asked.rank is None or asked.from_ is not None or asked.alpha is None:
         raise ConfigError("model.architecture: it describes no adapter, but a setting of one")
+    adapter = described(asked)
     try:
         from peft import inject_adapter_in_model
     except ImportError as e:
