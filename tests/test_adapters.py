@@ -21,8 +21,9 @@ from muletrain.data.chat import resolved
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.events import StepDone
-from muletrain.model.make import load_model
+from muletrain.model.make import load_model, make_stage
 from muletrain.runs.assemble import RunFacts, initial_weights, resolve_start
+from muletrain.runs.base import weights_of
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.folder import latest_checkpoint
 from muletrain.runs.pretrained import Pretrained
@@ -57,11 +58,12 @@ EXACT = [
 ]
 
 
-def base_of(folder: Path, name: str) -> Path:
+def base_of(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
     """A model's folder with a tokenizer that has a chat template."""
     chat_tokenizer(folder, SMOLLM_3, VOCAB)
     kept = NO_DROPOUT if name == "gpt2" else {}
-    new_model(name, vocab_size=VOCAB, bos_token_id=0, eos_token_id=1, pad_token_id=0, **kept).save_pretrained(folder)
+    model = new_model(name, vocab_size=VOCAB, bos_token_id=0, eos_token_id=1, pad_token_id=0, **kept)
+    model.to(dtype).save_pretrained(folder)
     return folder
 
 
@@ -77,11 +79,11 @@ def facts_of(tmp_path: Path, name: str, *overrides: str) -> tuple[RunFacts, Toke
 
 
 def first_of(facts: RunFacts) -> dict[str, Tensor]:
-    """The first weights of the run."""
+    """The first weights of the run's adapter."""
     whole = RunFacts(facts.config, facts.spec, ((0, facts.spec.layers),))
     load = initial_weights(whole, 0)
     assert load is not None
-    return {name: load(name) for name in facts.spec.shapes}  # type: ignore[attr-defined]
+    return {name: load(name) for name in make_stage(facts.spec, None, whole.cut).shapes()}
 
 
 class Peft(nn.Module):
@@ -127,6 +129,8 @@ def test_a_fleet_trains_an_adapter_as_peft_does_though_a_peer_is_killed(
 ) -> None:
     """20 steps, fp32, 2 stages x 2 peers, conversations: adapters within 1e-5 of a plain loop of peft, the base the same
     bits."""
+    kind = torch.float32 if name == "gpt2" else torch.bfloat16
+    base_of(tmp_path / "base", name, kind)
     facts, cache = facts_of(tmp_path, name, *overrides)
     torch.set_num_threads(1)
     expected, losses = train_plainly(facts, facts.source(cache), Peft(facts, tmp_path / "base"))
@@ -142,10 +146,15 @@ def test_a_fleet_trains_an_adapter_as_peft_does_though_a_peer_is_killed(
     found, first = checkpoint_weights(tmp_path / "run"), first_of(facts)
     assert relative_difference(own(found), own(expected)) <= 1e-5
     assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
-    assert all(torch.equal(found[name], first[name]) for name in first if ".lora_" not in name)
-    trained = sum(w.numel() for name, w in first.items() if ".lora_" in name)
-    cut = facts.cut
+    assert found.keys() == first.keys(), "the base is in no checkpoint"
+    trained, cut = sum(w.numel() for w in first.values()), facts.cut
     assert sum(facts.spec.trained_params(cut, s) for s in range(len(cut))) == trained < 0.5 * facts.spec.params
+    assert sum(facts.spec.stage_params(cut, s) for s in range(len(cut))) == trained
+    assert facts.spec.base_size == kind.itemsize
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    base = weights_of(facts.config, facts.spec)
+    assert all(torch.equal(base[name].float(), value) for name, value in plain.named_parameters() if name in base)
+    assert {w.dtype for w in base.values() if w.ndim > 1} == {kind}
 
 
 @pytest.mark.parametrize("strategy", ["hub", "swap"])

@@ -98,8 +98,8 @@ class StageArithmetic:
     def __init__(
         self, stage: int, versions: list[StageModule], setup: StageSetup, source: Callable[[str], Tensor] | None
     ) -> None:
-        """``source`` gives initial weights by name; None: draw from the seed. Raises CheckpointError when ``source``
-        gives wrong shapes."""
+        """``source`` gives initial weights by name, and those of ``Model.base``, which stay where they are if that is the
+        device; None: draw from the seed. Raises CheckpointError when ``source`` gives wrong shapes."""
         self.stage, self.spec = stage, versions[0].spec
         self.setup, self.counters, self._versions = setup, Counters(), versions
         self._timed = Timer(self.counters, setup.device)
@@ -120,6 +120,9 @@ class StageArithmetic:
         self._working = [newest, *(newest.clone() for _ in versions[1:])]
         exact = () if self._direct and dtype == torch.float32 else versions[0].exact(dtype)
         self._exact = {name: first(name).to(device, torch.float32, copy=True) for name in exact}
+        base = {name: first(name).to(device) for name in versions[0].base_shapes()}
+        self._beside = self._exact | base
+        """Parameters that do not lie in the flat buffers."""
         self._parameters = [self._bound(*pair) for pair in zip(versions, self._working, strict=True)]
         if setup.updates:
             self.rule = make_rule(setup.optimizer, setup.total_steps, layout, state_device)
@@ -134,7 +137,7 @@ class StageArithmetic:
         self._lock = threading.Lock()
 
     def _bound(self, stage: StageModule, working: Tensor) -> list[Tensor]:
-        stage.bind(self.layout.views(working) | self._exact)
+        stage.bind(self.layout.views(working) | self._beside, working.dtype)
         by_name = dict(stage.named_parameters())
         return [by_name[name] for name in self._trainable.names]
 

@@ -38,19 +38,20 @@ def backward_bytes(
     the loss, and a parameter that several parts use until both are added."""
     size, (first, end), closes = 4 if precision is Precision.FP32 else 2, cut[stage], stage == len(cut) - 1
     passed, entry = tokens * size * spec.width, tokens * spec.entry_kept_bytes(cut, stage, size)
-    tied = [(spec.tied[name].size, users) for name, users in spec.users(cut).items() if users[-1] == stage]
+    users_of = {name: users for name, users in spec.users(cut).items() if name not in spec.frozen}
+    tied = [(spec.tied[name].size, users) for name, users in users_of.items() if users[-1] == stage]
     twice = sum(numbers for numbers, users in tied if users[0] == users[-1])
-    begins = spec.embedding_params * (stage == 0) + spec.compression_params(cut, stage)
+    begins = spec.learned_params(0) * (stage == 0) + spec.compression_params(cut, stage)
     parts = [
         (entry, entry, max(0, begins - twice), twice)
     ]  # graph, what is left between passes, gradients: first, second
     for layer in range(first, end):
-        graph, params, again = tokens * spec.kept_bytes(layer, size), spec.params_of(layer), 0
+        graph, params, again = tokens * spec.kept_bytes(layer, size), spec.learned_params(1 + layer), 0
         if spec.share_layers and layer < end - 1:
             params, again = 0, spec.largest_tensor  # tensor by tensor
         parts.append((graph, passed if by_block else graph, params, again))
     kept, trained = passed * by_block + sum(left for _, left, _, _ in parts), spec.trained_params(cut, stage)
-    made = spec.head_params + sum(numbers for numbers, _ in tied) if closes else 0
+    made = spec.learned_params(spec.layers + 1) + sum(numbers for numbers, _ in tied) if closes else 0
     peak = kept + size * made
     if closes:
         peak += spec.head_bytes(tokens, size) + size * made * (tokens > spec.loss_tokens)
@@ -58,7 +59,7 @@ def backward_bytes(
         kept -= left
         made += params
         peak = max(peak, kept + (1 + PASSING) * graph + size * (min(made, trained) + again))
-    return int(peak)
+    return int(peak) + spec.recast_bytes(cut, stage, size)
 
 
 PASSING = 0.25
@@ -74,8 +75,8 @@ LAMB_TENSORS = 3
 
 def largest_tensor(spec: Model, cut: Cut, stage: int) -> int:
     """Numbers of the largest parameter tensor of ``stage``."""
-    head = spec.head_params + spec.copied_params(cut, stage)
-    return max(spec.embedding_params * (stage == 0), head * (stage == len(cut) - 1), spec.largest_tensor)
+    head = spec.learned_params(spec.layers + 1) + spec.copied_params(cut, stage)
+    return max(spec.learned_params(0) * (stage == 0), head * (stage == len(cut) - 1), spec.largest_tensor)
 
 
 TIED_PARTS = 5
@@ -212,7 +213,8 @@ class StageMemory:
     """The memory that one stage needs [bytes]."""
 
     weights: int
-    """fp32 masters, the working copy of 16-bit arithmetic, and the older weights of delayed updates."""
+    """fp32 masters, the working copy of 16-bit arithmetic, the older weights of delayed updates, and the weights beside
+    an adapter (``Model.base``)."""
     moments: int
     gradient: int
     """The accumulator (two under delayed updates), one microbatch's gradient, the reduced gradient or, if larger, the
@@ -351,15 +353,16 @@ def client_memory(
     params, trained = spec.stage_params(cut, stage), spec.trained_params(cut, stage)
     size = 4 if precision is Precision.FP32 else 2
     older, second = params * size * delayed, 4 * trained * delayed
+    base = spec.base_bytes(cut, stage)
     weights, accumulators, gradient = params * size + older, 4 * trained + second, trained * size
     coming, going = 4 * params, 4 * trained  # the next weights, and the accumulator on its way to the server
     need = StageMemory(
-        weights=weights,
+        weights=weights + base,
         moments=0,
         gradient=accumulators + PARTS * gradient,
         activations=0,
         copies=coming + going,
-        on_device=weights + gradient,
+        on_device=weights + base + gradient,
         on_host=coming + going + accumulators + (PARTS - 1) * gradient,
         delayed=older + second,
     )
@@ -397,21 +400,21 @@ def stage_memory(
     reduced = kept = 0 if alone else 4 * trained
     coming = max(reduced, 4 * TRANSFERS * trained * pooled)
     accumulator, second, gradients = 4 * trained, 4 * trained * delayed, size * trained
-    tied = tied_bytes(spec, cut, stage)
+    tied, base = tied_bytes(spec, cut, stage), spec.base_bytes(cut, stage)
     computing = accumulator + second + gradients
 
     def with_copies(count: int) -> StageMemory:
         older_copies = count * 4 * params * delayed
         copies = count * (masters + moments) + older_copies
         if state_on_cpu:
-            on_device = params * size + older + computing
+            on_device = params * size + older + base + computing
             mean = max(2 * accumulator, coming)  # and scaled
             on_host = masters + moments + mean + kept + copies + tied
         else:
-            on_device = masters + copy + moments + computing
+            on_device = masters + copy + moments + base + computing
             on_host = accumulator + coming + kept + copies + tied
         return StageMemory(
-            weights=masters + copy,
+            weights=masters + copy + base,
             moments=moments,
             gradient=computing + coming + kept + tied,
             activations=0,

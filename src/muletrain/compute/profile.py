@@ -129,7 +129,8 @@ class Block:
             make_block(model.compressed(None), part, runs) if piece is None else piece_module(piece)
         )
         self._device, self._last = at.device, part == model.layers + 1
-        self._host = {name: _drawn(shape, at) for name, shape in self._module.shapes().items()}
+        shapes = self._module.shapes() | self._module.base_shapes()
+        self._host = {name: _drawn(shape, at) for name, shape in shapes.items()}
         self._inputs = _samples(model.inputs, model, at) if part == 0 else hidden.to(at.device)
         self._targets = _samples(model.targets, model, at)
 

@@ -180,6 +180,16 @@ class AdapterConfig(Section):
         examples=[["q_proj", "v_proj"]],
     )
     rslora: bool = Field(default=False, description="multiply by alpha / sqrt(rank) instead (rsLoRA) [1]")
+    base: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        default="auto",
+        description="type in which the weights beside the adapter, which are not trained, are held; auto: as the model's files have "
+        "them, so that nothing is rounded",
+    )
+    digests: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...] | None = Field(
+        default=None,
+        description="digests of those weights, for each part of the chain; filled in",
+        examples=[["0" * 64]],
+    )
     from_: str | None = Field(
         default=None,
         alias="from",

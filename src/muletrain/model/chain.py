@@ -21,7 +21,7 @@ from muletrain.errors import ConfigError
 from muletrain.planning.partition import Cut, partition
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, Sequence, Set
 
     from muletrain.config.model_sections import ModelConfig
 
@@ -185,6 +185,12 @@ class Model(ABC):
         return {}
 
     @property
+    def base(self) -> Set[str]:
+        """Of ``frozen``, the weights beside an adapter. They are no part of a stage's state: each machine reads them itself
+        (``runtime.transfer.base``), and holds them as their files do."""
+        return frozenset()
+
+    @property
     def own_loss(self) -> bool:
         """The last block computes a loss, not logits of the next token."""
         return False
@@ -211,6 +217,16 @@ class Model(ABC):
     @abstractmethod
     def params_of(self, layer: int) -> int:
         """Parameters of a block."""
+
+    def part_params(self, part: int) -> int:
+        """Parameters in the state of a part of the chain (``TiedParameter.parts``), each counted in the first part that has
+        it."""
+        ends = {0: self.embedding_params, self.layers + 1: self.head_params}
+        return ends[part] if part in ends else self.params_of(part - 1)
+
+    def learned_params(self, part: int) -> int:
+        """The trained ones of ``part_params``."""
+        return self.part_params(part)
 
     @property
     @abstractmethod
@@ -318,11 +334,42 @@ class Model(ABC):
         return sum(map(self.params_of, range(self.layers))) + self.embedding_params + self.head_params
 
     def stage_params(self, cut: Cut, stage: int) -> int:
-        """Parameters of ``stage``; shared layers count once."""
+        """P: parameters in the state of ``stage``; shared layers count once."""
         first, end = cut[stage]
         total = sum(map(self.params_of, range(first, first + 1 if self.share_layers else end)))
         total += self.embedding_params * (stage == 0) + self.head_params * (stage == len(cut) - 1)
         return total + self.copied_params(cut, stage) + self.compression_params(cut, stage)
+
+    def base_in(self, part: int) -> list[str]:
+        """Names of ``base`` in a part of the chain, sorted."""
+        return []
+
+    def base_params(self, parts: range) -> int:
+        """Parameters of ``base`` in ``parts`` of the chain (``TiedParameter.parts``)."""
+        return 0
+
+    @property
+    def base_size(self) -> int:
+        """Bytes of most numbers of ``base``."""
+        return 0
+
+    def base_bytes(self, cut: Cut, stage: int) -> int:
+        """``base`` of ``stage``, as it is held."""
+        return self.base_size * self.base_params(self.parts_of(cut, stage))
+
+    def recast_bytes(self, cut: Cut, stage: int, size: int) -> int:
+        """``base`` of the largest part of ``stage`` in a working precision of ``size`` bytes, if it is held in another one:
+        the part's weights are converted while it computes."""
+        return max(self.recast_part(part, size) for part in self.parts_of(cut, stage))
+
+    def recast_part(self, part: int, size: int) -> int:
+        """``recast_bytes`` of one part."""
+        return 0 if size == self.base_size else size * self.base_params(range(part, part + 1))
+
+    def parts_of(self, cut: Cut, stage: int) -> range:
+        """The parts of the chain in ``stage``."""
+        first, end = cut[stage]
+        return range(first + 1 if stage else 0, end + 1 if stage < len(cut) - 1 else end + 2)
 
     def compression_params(self, cut: Cut, stage: int) -> int:
         """Parameters of ``stage`` that compress and decompress."""
@@ -333,19 +380,22 @@ class Model(ABC):
 
     def cut_params(self, cut: Cut) -> int:
         """Parameters of all stages, each counted once."""
-        return sum(self.stage_params(cut, s) - self.copied_params(cut, s) for s in range(len(cut)))
+        found = sum(self.stage_params(cut, s) - self.copied_params(cut, s) for s in range(len(cut)))
+        return found + self.base_params(range(self.layers + 2))
 
     def trained_params(self, cut: Cut, stage: int) -> int:
         """G: the part of ``stage_params`` with a gradient, which is averaged; at least one number (``optim.flat``)."""
         return max(1, self.stage_params(cut, stage) - self.frozen_params(cut, stage))
 
     def frozen_params(self, cut: Cut, stage: int) -> int:
-        """Parameters of ``stage`` that are never changed."""
+        """Parameters in the state of ``stage`` that are never changed."""
         return 0
 
     def copied_params(self, cut: Cut, stage: int) -> int:
-        """Parameters that ``stage`` shares with an earlier stage, and that the costs of the parts do not count."""
-        shared = (name for name, stages in self.users(cut).items() if stage in stages and stage != stages[0])
+        """Parameters in its state that ``stage`` shares with an earlier stage, and that the costs of the parts do not
+        count."""
+        users = ((name, stages) for name, stages in self.users(cut).items() if name not in self.base)
+        shared = (name for name, stages in users if stage in stages and stage != stages[0])
         return sum(self.tied[name].size for name in shared)
 
     def shared_params(self, cut: Cut, stage: int) -> int:

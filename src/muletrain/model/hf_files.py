@@ -63,17 +63,22 @@ class Stored:
 
     def read(self) -> Tensor:
         """The values as fp32. Raises CheckpointError for integers that fp32 does not have, and if the file cannot be read."""
-        try:
-            with safe_open(self.file, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(self.name)
-        except (OSError, SafetensorError) as e:
-            raise CheckpointError(f"cannot read {self.name} from {self.file}: {e}") from e
+        tensor = self.mapped()
         numbers = tensor.float()
         if not tensor.is_floating_point() and bool((numbers.to(tensor.dtype) != tensor).any()):
             raise CheckpointError(
                 f"{self.name} in {self.file} has integers beyond {1 << 24}, and weights are kept in fp32; take another model"
             )
         return numbers
+
+    def mapped(self) -> Tensor:
+        """The values as they are, on pages of the file, which all processes share. Raises CheckpointError."""
+        try:
+            with safe_open(self.file, framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(self.name)
+        except (OSError, SafetensorError) as e:
+            raise CheckpointError(f"cannot read {self.name} from {self.file}: {e}") from e
+        return tensor
 
 
 def weights_among(files: Collection[str], where: str) -> str:

@@ -53,6 +53,14 @@ class MeasuredModel(Model):
     loss_tokens = _of_inner("loss_tokens")
     tables_bytes = _of_inner("tables_bytes")
     tied = _of_inner("tied")
+    frozen = _of_inner("frozen")
+    base = _of_inner("base")
+    part_params = _of_inner("part_params")
+    learned_params = _of_inner("learned_params")
+    base_params = _of_inner("base_params")
+    base_size = _of_inner("base_size")
+    frozen_params = _of_inner("frozen_params")
+    stage_params = _of_inner("stage_params")
     compression = _of_inner("compression")
 
     def compressed(self, compression: Compression | None) -> Self:

@@ -54,6 +54,10 @@ class StageModule(nn.Module):
         """Name -> shape of every parameter, in a fixed order."""
         return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
 
+    def base_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the parameters of ``Model.base``, which ``shapes`` does not count."""
+        return {}
+
     @property
     def slices(self) -> Mapping[str, tuple[int, int, int]]:
         """Of matrices of which this is a part: by name, the dimension that is cut, the first index, and the whole matrix's
@@ -73,11 +77,12 @@ class StageModule(nn.Module):
         """The layout of the parameters in one flat buffer."""
         return FlatLayout.of(self.shapes(), self.frozen)
 
-    def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
-        """Use ``weights`` (name -> tensor of the same shape, not copied) as the parameters. Frozen parameters get no
-        gradient. Returns the stage."""
-        frozen = set(self.frozen)
-        for name, shape in self.shapes().items():
+    def bind(self, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> StageModule:
+        """Use ``weights`` (name -> tensor of the same shape, not copied) as the parameters, ``base_shapes`` included.
+        Frozen parameters get no gradient. ``dtype``: the working precision; None: that of the weights. Returns the
+        stage."""
+        frozen = {*self.frozen, *self.base_shapes()}
+        for name, shape in (self.shapes() | self.base_shapes()).items():
             if tuple(weights[name].shape) != shape:
                 raise ValueError(f"{name}: shape {tuple(weights[name].shape)}, expected {shape}")
             module, _, leaf = name.rpartition(".")

@@ -35,17 +35,26 @@ from muletrain.errors import CheckpointError, ConfigError, DataError
 from muletrain.model.compression import PREFIX
 from muletrain.model.finite import finite
 from muletrain.model.hf import import_hf, spec_in, stops_in
-from muletrain.model.hf_files import TOKENIZER
+from muletrain.model.hf_files import CONFIG, TOKENIZER, read_json
 from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.model.native import is_native
 from muletrain.model.stage import initial_weight
-from muletrain.model.traced.adapter import described, first_weight, is_adapter, read_config, reader
+from muletrain.model.traced.adapter import described, first_weight, read_config, reader
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
-from muletrain.model.traced.folder import check_config, import_traced, load_traced, run_context, traced_in, with_adapter
+from muletrain.model.traced.folder import (
+    base_kind,
+    check_config,
+    import_traced,
+    load_traced,
+    run_context,
+    traced_in,
+    with_adapter,
+)
 from muletrain.optim.schedule import learning_rate
 from muletrain.policy.shards import CHUNK, lone_chunk
+from muletrain.runs.base import digests_of
 from muletrain.runs.checkpoint import FORMAT
 from muletrain.runs.join.seating import Seating
 from muletrain.runtime.core.plan import Plan, Validation
@@ -231,10 +240,12 @@ def build_compute(
     *,
     updates: bool = True,
     folder: Path | None = None,
+    base: Mapping[str, Tensor] | None = None,
 ) -> Compute:
     """Build the stage's compute, paced if the fleet profile declares service times. ``part``: the checkpoint part with
     the stage's weights; default: ``model.from``, or drawn from the seed. ``updates``: see ``StageSetup``. ``folder``:
-    private to this peer, for a stage that is larger than the device. Raises CheckpointError, and CapacityError if the
+    private to this peer, for a stage that is larger than the device. ``base``: the stage's weights of ``Model.base``. Raises
+    CheckpointError, and CapacityError if the
     stage can only be swapped and backing memory is too small."""
     config, need = facts.config, (facts.needs() if updates else facts.client_needs())[stage].on(machine.offer)
     setup = StageSetup(
@@ -255,6 +266,8 @@ def build_compute(
     if source is not None:
         where = str(part or facts.config.model.given)
         source = finite(source, where, precision_dtype(machine.precision))
+    if base is not None:
+        source = _beside(base, source or _drawn_weights(facts, stage), machine.precision)
     compute: Compute
     if need.resident(machine.offer) or need.swapped is None or not need.swapped.fits(machine.offer):
         compute = TorchCompute(facts.spec, facts.cut, stage, setup, source)
@@ -269,6 +282,21 @@ def build_compute(
         if peer.forward_s and peer.backward_s:
             compute = PacedCompute(compute, LoopClock(), peer.forward_s, peer.backward_s)
     return compute
+
+
+def _drawn_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor]:
+    shapes, seed = make_stage(facts.spec, stage, facts.cut).shapes(), facts.config.train.seed
+    return lambda name: initial_weight(facts.spec, name, shapes[name], seed)
+
+
+def _beside(
+    base: Mapping[str, Tensor], state: Callable[[str], Tensor], precision: Precision
+) -> Callable[[str], Tensor]:
+    """Loads from ``base``, and else from ``state``. Weights of ``base`` are finite; fp16 may not hold them all."""
+    load: Callable[[str], Tensor] = base.__getitem__
+    if precision is Precision.FP16:
+        load = finite(load, "model.from", precision_dtype(precision))
+    return lambda name: load(name) if name in base else state(name)
 
 
 def _stash_budget(need: StageMemory, machine: Machine) -> int:
@@ -305,34 +333,35 @@ def check_first_weights(facts: RunFacts, tell: Callable[[float], None]) -> None:
 
 
 def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | None:
-    """Loader of first weights by name; None: drawn from the seed. Raises CheckpointError; so does the loader for
-    weights that are not finite."""
-    load = _given_weights(facts, stage)
-    if load is None:
+    """Loader of the state's first weights by name; None: drawn from the seed. Raises CheckpointError; so does the loader
+    for weights that are not finite."""
+    if facts.config.model.given is None:
         return None
-    shapes, seed, adapter = (
-        make_stage(facts.spec, stage, facts.cut).shapes(),
-        facts.config.train.seed,
-        facts.config.adapter,
-    )
-    further = None if adapter.from_ is None else reader(Path(adapter.from_))
+    shapes, seed = make_stage(facts.spec, stage, facts.cut).shapes(), facts.config.train.seed
+    load = _adapters_weights(facts, shapes) if facts.spec.base else _given_weights(facts, stage)
 
     def first(name: str) -> Tensor:
         if name.startswith(f"{PREFIX}."):  # no checkpoint to start from has these
             return initial_weight(facts.spec, name, shapes[name], seed)
-        if adapter.rank is not None and is_adapter(name):
-            return first_weight(name, shapes[name], seed) if further is None else further(name)
         return load(name)
 
-    return finite(first if facts.spec.borders or adapter.rank is not None else load, facts.config.model.given or "")
+    return finite(first, facts.config.model.given)
 
 
-def _given_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | None:
-    """Raises CheckpointError if layers to be shared differ: all but the first would be lost."""
+def _adapters_weights(facts: RunFacts, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[str], Tensor]:
+    """Loader of the adapter's first weights. Raises CheckpointError."""
+    adapter, seed = facts.config.adapter, facts.config.train.seed
+    if adapter.from_ is not None:
+        return reader(Path(adapter.from_))
+    return lambda name: first_weight(name, shapes[name], seed)
+
+
+def _given_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor]:
+    """Loader of the weights of ``model.factory`` or ``model.from``. Raises CheckpointError if layers to be shared differ:
+    all but the first would be lost."""
     if facts.config.model.factory is not None and isinstance(facts.spec, TracedModel):
         return first_weights(facts.spec.config, facts.config.train.seed).__getitem__
-    if facts.config.model.from_ is None:
-        return None
+    assert facts.config.model.from_ is not None
     folder = Path(facts.config.model.from_)
     if isinstance(facts.spec, TracedModel):
         return load_traced(folder, facts.spec)
@@ -389,7 +418,12 @@ def resolve_start(
     sizes |= _compressing(config.model)
     check_given(given, sizes, "model.from, whose checkpoint")
     model = ModelConfig.model_validate({**sizes, "from": str(folder.resolve())})
-    return RunConfig.model_validate({**dict(config), "model": model, "data": data})
+    adapter = config.adapter
+    if adapter.rank is not None and weights:
+        spec = make_model(model)
+        assert isinstance(spec, TracedModel)
+        adapter = adapter.model_copy(update={"digests": digests_of(folder.resolve(), spec, adapter.base, note)})
+    return RunConfig.model_validate({**dict(config), "model": model, "data": data, "adapter": adapter})
 
 
 def _resolve_factory(config: RunConfig) -> RunConfig:
@@ -433,15 +467,16 @@ SIZES = ("layers", "width", "vocab", "context", "architecture")
 def with_adapter_of(config: RunConfig, folder: Path) -> RunConfig:
     """``config`` with the adapter that is in ``folder``. Raises CheckpointError, or ConfigError if the user asks for
     another one."""
-    found = {**read_config(folder), "from": str(folder), "dropout": config.adapter.dropout}
-    asked = config.adapter.model_dump(include=config.adapter.model_fields_set - {"from_", "dropout"}, exclude_none=True)
-    own = AdapterConfig.model_validate(found)
+    own = {"dropout", "base", "digests"}
+    found = {**read_config(folder), "from": str(folder), **config.adapter.model_dump(include=own)}
+    asked = config.adapter.model_dump(include=config.adapter.model_fields_set - {"from_", *own}, exclude_none=True)
+    adapter = AdapterConfig.model_validate(found)
     for name, value in asked.items():
-        if value != getattr(own, name):
+        if value != getattr(adapter, name):
             raise ConfigError(
-                f"adapter.{name}: {value!r} beside adapter.from, which has {getattr(own, name)!r}; leave it out"
+                f"adapter.{name}: {value!r} beside adapter.from, which has {getattr(adapter, name)!r}; leave it out"
             )
-    return config.model_copy(update={"adapter": own})
+    return config.model_copy(update={"adapter": adapter})
 
 
 def sizes_in(
@@ -466,7 +501,7 @@ def sizes_in(
         del sizes["compression"]
         return {**sizes, **own}
     own = {name: given[name] for name in ("dropout", "untie") if name in given}
-    put_in = None if adapter.rank is None else described(adapter)
+    put_in = None if adapter.rank is None else described(adapter, _kind_of_base(folder, adapter, weights=weights))
     model = with_adapter(traced_in(folder, context=context, **own), put_in)
     if weights:
         declared, model = model, import_traced(folder, context=context, adapter=put_in, **own)
@@ -474,6 +509,17 @@ def sizes_in(
             note(_NOT_TIED)
     chain = {"chain": model.chain_name} if weights or "chain" in given else {}
     return {**{name: getattr(model, name) for name in SIZES}, **chain, **own}
+
+
+def _kind_of_base(folder: Path, adapter: AdapterConfig, *, weights: bool) -> str:
+    """The type of most weights beside the adapter; without ``weights`` that which ``config.json`` names."""
+    if adapter.base != "auto":
+        return adapter.base
+    if weights:
+        return base_kind(folder)
+    config = read_json(folder / CONFIG)
+    named = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(named, "fp32")
 
 
 def check_given(given: dict[str, Any], sizes: Mapping[str, object], beside: str) -> None:

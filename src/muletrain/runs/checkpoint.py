@@ -23,11 +23,12 @@ from muletrain.model.finite import finite
 from muletrain.model.hf_files import TEXT_FILES, TOKENIZER
 from muletrain.model.hf_writing import cast, new_folder
 from muletrain.model.make import load_model, model_from_json
-from muletrain.model.traced.adapter import ENTRY, merged, write_adapter
+from muletrain.model.traced.adapter import merged, write_adapter
 from muletrain.model.traced.architecture import build
-from muletrain.model.traced.chain import TracedModel
+from muletrain.model.traced.chain import ENTRY, TracedModel
 from muletrain.model.traced.factory import Writes, state_dict
 from muletrain.model.traced.folder import with_adapter
+from muletrain.runs.base import weights_of
 from muletrain.runs.folder import latest_checkpoint
 from muletrain.runtime.checkpoint.store import open_place, read_manifest
 
@@ -219,9 +220,14 @@ class Checkpoint:
         data = resolved(data.model_copy(update={"format": "auto"}))
         return TokenCache.build(data, self.spec.vocab, measured=True, context=self.spec.context)
 
-    def weights(self) -> dict[str, Tensor]:
-        """All weights by name, in fp32. Raises CheckpointError for a part that is missing or does not match the
-        manifest."""
+    def weights(self, source: Path | None = None) -> dict[str, Tensor]:
+        """All weights by name, in fp32. ``source``: new place of ``model.from``, for the weights beside an adapter. Raises
+        CheckpointError for a part that is missing or does not match the manifest."""
+        base = weights_of(self.config, self.spec, source)
+        return self.state() | {name: tensor.float() for name, tensor in base.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """The weights in the checkpoint by name, in fp32. Raises as ``weights``."""
         parts = (self._tensors(part, "model/") for part in self.manifest["parts"])
         return {name.removeprefix("model/"): tensor for part in parts for name, tensor in part}
 
@@ -250,17 +256,18 @@ class Checkpoint:
         Raises CheckpointError."""
         assert isinstance(self.spec, TracedModel)
         with new_folder(folder):
-            write_adapter(folder, self.spec.config[ENTRY], self.weights(), None if base is None else str(base))
+            write_adapter(folder, self.spec.config[ENTRY], self.state(), None if base is None else str(base))
             for name in (TOKENIZER, *TEXT_FILES):
                 if base is not None and (base / name).is_file():
                     shutil.copyfile(base / name, folder / name)
             if (template := plain_template(self.config.data)) is not None:
                 (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
-    def merged(self) -> tuple[dict[str, Tensor], Model]:
-        """The weights, and the model, with the adapter added to the base. Raises CheckpointError."""
+    def merged(self, source: Path | None = None) -> tuple[dict[str, Tensor], Model]:
+        """The weights, and the model, with the adapter added to the base. ``source``: see ``weights``. Raises
+        CheckpointError."""
         assert isinstance(self.spec, TracedModel)
-        return merged(build(self.spec.config), self.weights()), with_adapter(self.spec, None)
+        return merged(build(self.spec.config), self.weights(source)), with_adapter(self.spec, None)
 
     def model(self) -> StageModule:
         """Load the whole model on the CPU."""

@@ -19,6 +19,8 @@ from muletrain.events import BlocksCompiled
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.policy.recent import Recent
 from muletrain.runs.assemble import build_compute
+from muletrain.runs.base import own_folders, store_of
+from muletrain.runs.join.client import members_in
 from muletrain.runs.join.limits import check_stage
 from muletrain.runs.join.messages import JoinRequest
 from muletrain.runs.join.ticket import Ticket
@@ -26,9 +28,13 @@ from muletrain.runs.measure.machine import Machine
 from muletrain.runs.measure.probing import BlockFound, Prober, block_of, identity_of
 from muletrain.runs.worker_files import TICKET_FILE, write_secret
 from muletrain.runtime.checkpoint.store import CheckpointStore, Folder, open_place
+from muletrain.runtime.core.tasks import Tasks
+from muletrain.runtime.transfer.base import BaseGiver, BaseTaker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
 
     from muletrain.clock import Clock
     from muletrain.compute.base import Compute
@@ -39,7 +45,10 @@ if TYPE_CHECKING:
     from muletrain.runs.join.rendezvous import Rendezvous
     from muletrain.runs.measure.fleet_survey import Survey
     from muletrain.runs.spec import WorkerSpec
-    from muletrain.runtime.members.roster import Roster
+    from muletrain.runtime.members.roster import Genesis, Roster
+
+MOST_GIVERS = 16
+"""Peers of a stage that are asked for the weights beside an adapter."""
 
 
 class Host:
@@ -56,6 +65,47 @@ class Host:
         self.roster: Roster | None = None
         self.compute: Compute | None = None
         self.shaped: ShapedNetwork | None = None
+        self.genesis: Genesis | None = None
+        """Of a run that had begun when this machine joined, until ``roster`` is known."""
+        self._base: BaseTaker | None = None
+        """Of a run with an adapter."""
+
+    def open_base(self, facts: RunFacts, network: Network) -> None:
+        """From now on, give and take the weights beside an adapter, if the run's model has any. Raises ConfigError for a
+        configuration without their digests."""
+        if self._base is not None:  # this machine joins again
+            return
+        config, own = facts.config, self.spec.role == "found" or self.spec.data == "config"
+        named = [Path(config.model.from_)] if own and config.model.from_ is not None else []
+        store = store_of(config, facts.spec, [*named, *own_folders(config, self.spec.model)])
+        if store is not None:
+            tasks = Tasks()
+            BaseGiver(network, tasks, store, self._gave_base)
+            self._base = BaseTaker(network, self.clock, tasks, store, self.log.note)
+
+    def _gave_base(self, taker: PeerId) -> None:
+        if self.rendezvous is not None:
+            self.rendezvous.goes_on(taker)
+
+    async def base(self, facts: RunFacts, stage: int) -> Mapping[str, Tensor] | None:
+        """The weights of ``Model.base`` in ``stage``; None: the model has none. Raises MuletrainError if they are not to be
+        had."""
+        if self._base is None:
+            return None
+        found = await self._base.weights(facts.spec.parts_of(facts.cut, stage), lambda: self._givers(stage))
+        for problem in self._base.store.problems:
+            self.log.note(problem)
+        self._base.store.problems.clear()
+        return found
+
+    def _givers(self, stage: int) -> list[PeerId]:
+        """Peers that may have the base of ``stage``: its own, the run's founder, and those of the ticket."""
+        genesis = self.genesis if self.roster is None else self.roster.genesis
+        first = () if self.roster is None else self.roster.stage(stage)
+        if genesis is not None:
+            first = first or tuple(m.id for m in genesis.members if m.stage == stage)
+            first = (*first[:MOST_GIVERS], genesis.coordinator)
+        return [*first, *members_in(self.ticket.addresses)]
 
     def names(self) -> dict[PeerId, str]:
         """Names of the peers in the run, as far as this peer knows, by id."""
@@ -99,8 +149,9 @@ class Host:
         """Build a client's compute for ``stage``, with weights that servers replace. Raises CapacityError."""
         check_stage(facts, stage, machine.offer, client=True)
         folder, index = Path(self.spec.swap_folder or self.spec.folder), self.spec.fleet_index
+        base = await self.base(facts, stage)
         compute = await asyncio.to_thread(
-            build_compute, facts.drawn(), stage, machine, index, updates=False, folder=folder
+            build_compute, facts.drawn(), stage, machine, index, updates=False, folder=folder, base=base
         )
         self._tell_compiling(compute)
         return compute
@@ -110,8 +161,8 @@ class Host:
         the stage does not fit, even if another member assigned the stage."""
         check_stage(facts, stage, machine.offer)
         folder = Path(self.spec.swap_folder or self.spec.folder)
-        index = self.spec.fleet_index
-        compute = await asyncio.to_thread(build_compute, facts, stage, machine, index, part, folder=folder)
+        index, base = self.spec.fleet_index, await self.base(facts, stage)
+        compute = await asyncio.to_thread(build_compute, facts, stage, machine, index, part, folder=folder, base=base)
         self._tell_compiling(compute)
         if part is not None:
             state = await compute.offload(safetensors.torch.load_file, part)
@@ -136,6 +187,11 @@ class Host:
         prober = Prober(network, self.links(facts, network), founder, self.clock, self.known.update, block)
         prober.open()
         return prober
+
+    async def close(self) -> None:
+        """End what runs beside the peer."""
+        if self._base is not None:
+            await self._base.tasks.close()
 
     def close_compute(self) -> None:
         if self.compute is not None:

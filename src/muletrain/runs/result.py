@@ -19,6 +19,7 @@ from muletrain.events import Evaluated
 from muletrain.model.generate import evaluate, generate
 from muletrain.model.make import load_model, make_stage
 from muletrain.runs.assemble import RunFacts, initial_weights
+from muletrain.runs.base import weights_of
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.measure.quality import Quality
 from muletrain.units import format_memory
@@ -93,7 +94,7 @@ def loss_before(checkpoint: Checkpoint, cache: TokenCache, tokens: int = HELDOUT
     if checkpoint.config.model.from_ is None:
         return None
     cut: Cut = tuple((first, end) for first, end in checkpoint.manifest["cut"])
-    facts, weights = RunFacts(checkpoint.config, checkpoint.spec, cut), dict[str, torch.Tensor]()
+    facts, weights = RunFacts(checkpoint.config, checkpoint.spec, cut), weights_of(checkpoint.config, checkpoint.spec)
     for stage in range(len(cut)):
         load = initial_weights(facts, stage)
         assert load is not None  # the weights are not drawn

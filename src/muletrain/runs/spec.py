@@ -41,6 +41,8 @@ class WorkerSpec(BaseModel):
     """Place of this peer's corpus: as in the run's configuration (the founder's machine), nowhere, or at this path."""
     factories: tuple[str, ...] = Field(default_factory=trusted)
     """Factories that this machine's owner allows: the peer imports no other factory, even if the run names one."""
+    model: str | None = None
+    """Folder on this machine that may have the model that a run trains an adapter for."""
     tokens_gib: float = 1.0
     """Most GiB of shared tokens that this peer may keep in the cache of this machine's owner."""
     place: str | None = None

@@ -41,7 +41,7 @@ def summary_of(facts: RunFacts, data: Data, devices: Sequence[str], first_step: 
         model=_named(facts),
         start=_start(facts),
         params=params,
-        trained_params=params - spec.frozen_params(whole, 0),
+        trained_params=params - spec.frozen_params(whole, 0) - spec.base_params(range(spec.layers + 2)),
         batch=t.batch,
         microbatch=t.microbatch,
         context=0 if own else spec.context,

@@ -174,6 +174,7 @@ class Worker:
             if not written and not spec.keeps_ticket:
                 self._code = EXIT_NO_CHECKPOINT
         finally:
+            await host.close()
             await network.close()
 
     async def _connected(self, sockets: Path) -> Libp2pNetwork:

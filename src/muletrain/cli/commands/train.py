@@ -119,6 +119,13 @@ Tokens = Annotated[
         "microbatches when no other peer has the data, and pass the tokens on; 0 keeps none.",
     ),
 ]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="A folder with the model that the run trains an adapter for; other peers send its weights otherwise.",
+    ),
+]
 Place = Annotated[
     str | None,
     typer.Option(
@@ -164,6 +171,7 @@ def join(
     data: Data = None,
     factory: Factories = None,
     tokens: Tokens = 1.0,
+    model: Model = None,
     place: Place = None,
     stage: Stage = None,
     memory: Memory = None,
@@ -203,6 +211,7 @@ def join(
         private=private,
         limits=Limits(hours=hours, bandwidth_mbps=bandwidth, pause_file=pause_file),
         tokens_gib=tokens,
+        model=model,
         place=place,
         stage=stage,
         memory_gib=memory,

@@ -154,7 +154,7 @@ def export(
         file, remark = checkpoint.export_module(hf, dtype)
         written = f"wrote {file}: module.load_state_dict(safetensors.torch.load_file(...)) takes it"
     else:
-        weights, spec = checkpoint.merged() if merge else (checkpoint.weights(), checkpoint.spec)
+        weights, spec = checkpoint.merged(source) if merge else (checkpoint.weights(), checkpoint.spec)
         remark = export_hf(
             weights,
             spec,

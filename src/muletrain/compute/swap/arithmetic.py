@@ -25,7 +25,7 @@ from muletrain.optim.rules import make_rule
 from muletrain.optim.sketch import sketch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from muletrain.compute.arithmetic import StageSetup
     from muletrain.compute.base import Microbatch, Update
@@ -103,9 +103,10 @@ class SwappedArithmetic:
         threads: Threads,
         *,
         kept: Sequence[int] = (),
+        base: Mapping[str, Tensor] | None = None,
         alone: bool = False,
     ) -> None:
-        """``where``: the stage, and the number of stages; ``kept``: see ``Loader``; ``alone``: each round
+        """``where``: the stage, and the number of stages; ``kept``, ``base``: see ``Loader``; ``alone``: each round
         is added to the accumulator at once, and an update runs beside the next forward: nobody waits for the digest."""
         self.stage, self._last = where[0], where[0] == where[1] - 1
         self.models = models
@@ -116,7 +117,7 @@ class SwappedArithmetic:
         self.counters = Counters()
         self._timed = Timer(self.counters, setup.device)
         dtype = precision_dtype(setup.precision)
-        self.loader = Loader(models, state, setup.device, dtype, jobs, kept, inline=setup.inline)
+        self.loader = Loader(models, state, setup.device, dtype, jobs, kept, base or {}, inline=setup.inline)
         self.drain = Drain(models, self.loader.traffic, setup.device, jobs, inline=setup.inline)
         self.ferry = Ferry(setup.device)
         self.scale = LossScale(fp16=setup.precision is Precision.FP16)

@@ -116,13 +116,19 @@ class SubModel:
         """Numbers of the input for each token, if that are activations."""
         return self.blocks[0].input_width
 
-    def bind(self, weights: Tensor, exact: Mapping[str, Tensor]) -> list[Tensor]:
-        """Compute with ``weights``, [S], and with ``exact`` in the place of some. Returns the trained parameters, in
-        the order of ``layout``."""
-        views = {**self.layout.views(weights), **exact}
+    @property
+    def base(self) -> set[str]:
+        """Names of the parameters of ``Model.base``."""
+        return {name for block in self.blocks for name in block.base_shapes()}
+
+    def bind(self, weights: Tensor, beside: Mapping[str, Tensor]) -> list[Tensor]:
+        """Compute with ``weights``, [S], and with ``beside``: ``base``, and tensors in the place of some. Returns the
+        trained parameters, in the order of ``layout``."""
+        views = {**self.layout.views(weights), **beside}
         found: dict[str, Tensor] = {}
         for block, keys in zip(self.blocks, self.keys, strict=True):
-            bound = block.bind({name: views[key] for name, key in keys.items()})
+            base = {name: beside[name] for name in block.base_shapes()}
+            bound = block.bind({name: views[key] for name, key in keys.items()} | base, weights.dtype)
             found.update((keys[name], parameter) for name, parameter in bound.named_parameters())
         return [found[name] for name in self.trainable.names]
 

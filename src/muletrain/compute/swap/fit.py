@@ -93,7 +93,12 @@ def blocks_of(
             backward_s = forward_s + tokens * sum(times[part][1] for part in parts)
         works = (4 + size) * params + graph
         again_s = forward_s if loss else 0.0
-        return Layer(forward_s, backward_s, float(size * params), works, passed, 4.0 * params, again_s)
+        loads = size * params
+        for part in parts if spec.base else ():  # a whole block
+            assert isinstance(part, int)
+            loads += spec.base_size * spec.base_params(range(part, part + 1))
+            works += spec.recast_part(part, size)
+        return Layer(forward_s, backward_s, float(loads), works, passed, 4.0 * params, again_s)
 
     def of_piece(piece: Piece, whole_flops: float) -> Layer:
         """More than a block's input and output may enter or leave."""
@@ -105,7 +110,7 @@ def blocks_of(
         """One block; several layers share weights."""
         first, end = runs[index]
         flops = sum(spec.flops_of(layer) for layer in range(first, end))
-        params = spec.params_of(first) + spec.compression_params(runs, index)
+        params = spec.part_params(first + 1) + spec.compression_params(runs, index)
         kept = tokens * sum(spec.kept_bytes(n, size) for n in range(first, end))
         return block(params, flops, kept, range(first + 1, end + 1))
 
@@ -118,9 +123,9 @@ def blocks_of(
             found += [of_piece(piece, whole) for piece in pieces]
         elif index == 0:
             kept = max(spec.width, spec.embedding_kept_bytes(size))
-            found.append(block(spec.embedding_params, spec.embedding_flops, goes_on + tokens * kept, [0]))
+            found.append(block(spec.part_params(0), spec.embedding_flops, goes_on + tokens * kept, [0]))
         elif index == len(runs) - 1:
-            params = spec.head_params + spec.copied_params(cut, stage)
+            params = spec.part_params(spec.layers + 1) + spec.copied_params(cut, stage)
             found.append(block(params, spec.head_flops, spec.head_bytes(tokens, size), [spec.layers + 1]))
         else:
             found.append(layers(index))
@@ -299,7 +304,8 @@ def client_needs(config: RunConfig, spec: Model, cut: Cut, precision: Precision)
 
 def _sharing(spec: Model, cut: Cut) -> set[int]:
     """Stages of which two blocks share weights: these cannot be swapped."""
-    return {s for stages in spec.users(cut).values() for s in stages if stages.count(s) > 1}
+    users = [stages for name, stages in spec.users(cut).items() if name not in spec.base]
+    return {s for stages in users for s in stages if stages.count(s) > 1}
 
 
 def fitted(blocks: Sequence[Layer], memory: SwapMemory, offer: Offer, load_bytes_per_s: float, most: int) -> Swapping:

@@ -20,7 +20,7 @@ from muletrain.compute.swap.backing import SMALLEST_WINDOW, WINDOW, return_freed
 from muletrain.compute.threads import InlineExecutor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -180,11 +180,14 @@ class Loader:
         device: torch.device,
         dtype: torch.dtype,
         jobs: Jobs,
-        kept: Sequence[int] = (),
+        kept: Sequence[int],
+        base: Mapping[str, Tensor],
         *,
         inline: bool,
     ) -> None:
-        """``kept``: the sub-models that stay on the device after loading, until the weights change."""
+        """``kept``: the sub-models that stay on the device after loading, until the weights change. ``base``: the weights of
+        ``Model.base``, in the machine's memory."""
+        self._base = base
         self._models, self._state, self._device, self._dtype, self._jobs = models, state, device, dtype, jobs
         self.lane = Lane("load", device, dtype, device_window(state.layout.size), inline=inline)
         self.traffic = Traffic()
@@ -204,8 +207,8 @@ class Loader:
         )
         names = {model.number: {name for block in model.blocks for name in block.exact(dtype)} for model in models}
         self._exact_places = {k: {name: places[name] for name in sorted(found)} for k, found in names.items()}
-        self._exact: dict[int, dict[str, Tensor]] = {}
-        """Of each loaded sub-model, the parameters that compute in fp32."""
+        self._beside: dict[int, dict[str, Tensor]] = {}
+        """Of each loaded sub-model, the parameters that are not in its place: those that compute in fp32, and the base."""
         self._coming: dict[int, Future[Tensor]] = {}
         self.prefetch = True
 
@@ -225,7 +228,7 @@ class Loader:
             then = next((n for n in beyond if not (n in self._held and n in self._kept)), k)
             if then not in self._held and then not in self._coming:
                 self._begin(then, {k, then})
-        return self._models[k].bind(self._held[k], self._exact[k])
+        return self._models[k].bind(self._held[k], self._beside[k])
 
     def forget(self) -> None:
         """The weights have changed. On the CPU, the memory is freed for the update."""
@@ -248,7 +251,7 @@ class Loader:
         for k in [k for k in self._coming if k not in keep]:
             self._held[k] = self._coming.pop(k).result()
         for k in [k for k in self._held if k not in keep and not (stay and k in self._kept)]:
-            del self._held[k], self._exact[k]
+            del self._held[k], self._beside[k]
             self._models[k].unbind()
 
     def _load(self, model: SubModel, target: Tensor) -> Tensor:
@@ -265,13 +268,15 @@ class Loader:
                 else:
                     self.lane.to_device(part.of(source.values), part.own(target), pinned=source.pinned)
                     source.release(a, b)
-            self._exact[model.number] = {
+            beside = {
                 name: source.values[a:b].to(target.device, copy=True).view(shape)
                 for name, ((a, b), shape) in self._exact_places[model.number].items()
             }
+            base = {name: self._base[name].to(target.device) for name in model.base}
+            self._beside[model.number] = beside | base
             self.lane.finish()
         self.traffic.loads += 1
-        self.traffic.loaded_bytes += target.numel() * target.element_size()
+        self.traffic.loaded_bytes += target.nbytes + sum(tensor.nbytes for tensor in base.values())
         self.traffic.load_s += time.perf_counter() - begin
         return target
 
@@ -279,7 +284,7 @@ class Loader:
         self.lane.thread.shutdown(wait=False, cancel_futures=True)
         self._buffer = None
         self._held.clear()
-        self._exact.clear()
+        self._beside.clear()
         self._coming.clear()
 
 

@@ -320,14 +320,16 @@ class SwappedCompute(ThreadedCompute):
         self.threads = Threads(stage, delayed=swap.alone, inline=setup.inline)
         self.jobs = self.threads.jobs
         self.state_ = state = State(layout, self._backing, moments=setup.updates)
-        state.begin(source or (lambda name: initial_weight(spec, name, shapes[name], setup.seed)))
+        source = source or (lambda name: initial_weight(spec, name, shapes[name], setup.seed))
+        state.begin(source)
+        base = {name: source(name) for name in whole.base_shapes()}
         rate = NOMINAL_BYTES_PER_S if setup.inline else measured_rate(state.model, setup)
         self.plan = fitted(*needs, swap.offer, rate, swap.most)
         self.parts, self.by_block = len(self.plan.runs), False
         models = sub_models(chain, self.plan.runs, layout)
         where, plan = (stage, len(cut)), self.plan
         self.arithmetic = SwappedArithmetic(
-            where, models, setup, state, self._backing, self.threads, kept=plan.kept, alone=swap.alone
+            where, models, setup, state, self._backing, self.threads, kept=plan.kept, base=base, alone=swap.alone
         )
         self.rounds = Rounds(min(swap.least or self.plan.minibatches, swap.most), swap.most, self._settle)
         self._kept: dict[Microbatch, Passage] = {}

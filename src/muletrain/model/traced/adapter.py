@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-ENTRY = "adapter"
-"""Of an architecture: what ``described`` gives."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME, _BASE, _OUTER = ".default.", ".base_layer.", "base_model.model."
 """The adapter's name and the base's in the names of the traced model; the prefix in peft's files."""
@@ -43,10 +41,12 @@ _OTHER = (
 """Settings of peft that change the numbers, and that no adapter here has: set in a folder, they are refused."""
 
 
-def described(config: AdapterConfig) -> dict[str, Any]:
-    """The part of an architecture that says which adapter the model has."""
+def described(config: AdapterConfig, base: str) -> dict[str, Any]:
+    """The part of an architecture that says which adapter the model has. ``base``: the type of most weights beside the
+    adapter, 'fp32', 'bf16' or 'fp16'."""
     assert config.rank is not None
     return {
+        "base": base,
         "rank": config.rank,
         "alpha": 2.0 * config.rank if config.alpha is None else config.alpha,
         "dropout": config.dropout,
@@ -71,9 +71,9 @@ def put_in(model: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
         asked = AdapterConfig.model_validate_json(json.dumps(adapter), strict=True)
     except (ValueError, TypeError) as e:
         raise ConfigError(f"model.architecture: it describes no adapter ({' '.join(str(e).split())[:200]})") from e
-    if asked.rank is None or asked.from_ is not None or asked.alpha is None:
+    if asked.rank is None or asked.from_ is not None or asked.alpha is None or asked.base == "auto":
         raise ConfigError("model.architecture: it describes no adapter, but a setting of one")
-    adapter = described(asked)
+    adapter = described(asked, asked.base)
     try:
         from peft import inject_adapter_in_model
     except ImportError as e:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from muletrain.errors import ConfigError
 from muletrain.model.module import StageModule
-from muletrain.model.traced.adapter import ENTRY, put_in
+from muletrain.model.traced.adapter import put_in
+from muletrain.model.traced.chain import ENTRY
 from muletrain.model.traced.export import INSIDE, first_line, first_names
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Whole(StageModule):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name.removeprefix(INSIDE): shape for name, shape in super().shapes().items()}
 
-    def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
+    def bind(self, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> StageModule:
         """See ``StageModule.bind``; afterwards without dropout."""
         for name, table in buffers_of(self.model).items():
             path, _, leaf = name.rpartition(".")

@@ -25,6 +25,8 @@ from muletrain.model.traced.making import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Set
+
     import torch
     from torch import Tensor, fx
 
@@ -34,6 +36,12 @@ if TYPE_CHECKING:
     from muletrain.model.traced.outline import Outline, PartOutline
     from muletrain.model.traced.stage import Tables
     from muletrain.planning.partition import Cut
+
+
+ENTRY = "adapter"
+"""Of an architecture: what ``adapter.described`` gives."""
+SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a number of ``AdapterConfig.base``."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +175,10 @@ class TracedModel(Described):
     def frozen(self) -> dict[str, str]:
         return self.outline.frozen
 
+    @property
+    def base(self) -> Set[str]:
+        return self.frozen.keys() if ENTRY in self.config else frozenset()
+
     def in_fp32(self, dtype: str) -> set[str]:
         """Names of the parameters that stay in fp32 in files of ``dtype``, a name of ``finite.NAMES``. These are the
         parameters that are not trained. A class of ``transformers`` may name more. Raises ConfigError."""
@@ -222,7 +234,8 @@ class TracedModel(Described):
     def stage(self, index: int | None, cut: Cut) -> StageModule:
         """Stage ``index``, or (None) the whole model, without storage."""
         self.check_cut(cut if index is not None else ((0, self.layers),))
-        return self._module((0, self.layers + 2) if index is None else self._run(index, cut))
+        run = range(self.layers + 2) if index is None else self.parts_of(cut, index)
+        return self._module((run.start, run.stop))
 
     def block(self, index: int) -> StageModule:
         """Part ``index`` of the chain, without storage."""
@@ -235,11 +248,6 @@ class TracedModel(Described):
 
     def _tables_in(self, dtype: torch.dtype) -> Tables:
         return computing(self._plain, str(dtype).removeprefix("torch."))
-
-    def _run(self, stage: int, cut: Cut) -> tuple[int, int]:
-        """The stage's parts."""
-        first, end = cut[stage]
-        return (first + 1 if stage else 0), (end + 1 if stage < len(cut) - 1 else end + 2)
 
     # Costs --------------------------------------------------------------------------------------------------------
 
@@ -254,12 +262,35 @@ class TracedModel(Described):
 
     @property
     def largest_tensor(self) -> int:
-        return max(math.prod(shape) for shape in self.shapes.values())
+        return max(math.prod(shape) for name, shape in self.shapes.items() if name not in self.base)
+
+    def stage_params(self, cut: Cut, stage: int) -> int:
+        return super().stage_params(cut, stage) - self._numbers(self.parts_of(cut, stage), self.base, first=True)
 
     def frozen_params(self, cut: Cut, stage: int) -> int:
-        parts = self.outline.parts[slice(*self._run(stage, cut))]
-        names = {name for part in parts for name in part.weights}
-        return sum(math.prod(self.shapes[name]) for name in names.intersection(self.frozen))
+        return 0 if self.base else self._numbers(self.parts_of(cut, stage), self.frozen)
+
+    def base_in(self, part: int) -> list[str]:
+        return sorted(self.base & {*self.outline.parts[part].weights}) if self.base else []
+
+    def base_params(self, parts: range) -> int:
+        return self._numbers(parts, self.base)
+
+    @property
+    def base_size(self) -> int:
+        return SIZES[self.config[ENTRY]["base"]] if self.base else 0
+
+    def part_params(self, part: int) -> int:
+        return self._cost(part).params - self._numbers(range(part, part + 1), self.base, first=True)
+
+    def learned_params(self, part: int) -> int:
+        return self._cost(part).params - self._numbers(range(part, part + 1), self.frozen, first=True)
+
+    def _numbers(self, parts: range, among: Collection[str], *, first: bool = False) -> int:
+        """Numbers of the parameters ``among`` which the ``parts`` use. ``first``: no earlier part of the chain does."""
+        names = {name for part in parts for name in self.outline.parts[part].weights}
+        names = {name for name in names if not first or name not in self.tied or self.tied[name].parts[0] in parts}
+        return sum(math.prod(self.shapes[name]) for name in names.intersection(among))
 
     def params_of(self, layer: int) -> int:
         return self._cost(1 + layer).params

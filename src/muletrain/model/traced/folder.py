@@ -6,16 +6,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import CheckpointError, ConfigError
+from muletrain.model.finite import NAMES
 from muletrain.model.hf import rope_of, spec_in
 from muletrain.model.hf_files import Stored, read_json, same, stored, without_place
 from muletrain.model.native import is_native
-from muletrain.model.traced.adapter import ENTRY, in_base
-from muletrain.model.traced.chain import TracedModel
+from muletrain.model.traced.adapter import in_base
+from muletrain.model.traced.chain import ENTRY, TracedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -114,13 +117,45 @@ def load_traced(folder: Path, model: TracedModel) -> Callable[[str], Tensor]:
     if ENTRY in model.config:
         load = load_traced(folder, with_adapter(model, None))
         return lambda name: load(in_base(name))
+    if (places := _places(folder, model)) is None:
+        return _converted(folder, model)
+    return lambda name: places[name].read()
+
+
+def load_base(folder: Path, model: TracedModel, kind: str) -> Callable[[str], Tensor]:
+    """A loader of the weights of ``model.base`` in ``folder`` by name. ``kind``: ``AdapterConfig.base``. Raises as
+    ``load_traced``."""
+    plain = with_adapter(model, None)
+    if (places := _places(folder, plain)) is not None and kind == "auto":
+        return lambda name: places[in_base(name)].mapped()
+    load, dtype = load_traced(folder, plain), NAMES[base_kind(folder) if kind == "auto" else kind]
+
+    def held(name: str) -> Tensor:
+        value = load(in_base(name))
+        found = value.to(dtype)
+        return found if kind != "auto" or bool((found == value).all()) else value
+
+    return held
+
+
+def base_kind(folder: Path) -> str:
+    """The type of most numbers in ``folder``, 'fp32', 'bf16' or 'fp16'. Raises CheckpointError."""
+    numbers = Counter[str]()
+    for tensor in stored(folder).values():
+        numbers[tensor.dtype] += math.prod(tensor.shape)
+    return {"BF16": "bf16", "F16": "fp16"}.get(max(numbers, key=numbers.__getitem__, default=""), "fp32")
+
+
+def _places(folder: Path, model: TracedModel) -> dict[str, Stored] | None:
+    """The place of each parameter in the files, after a check of shapes; None: the files have old names. Raises
+    CheckpointError."""
     tensors = stored(folder)
     where = _stored_names(folder, model, tensors)
     if where is None:
-        return _converted(folder, model)
+        return None
     for name, shape in model.shapes.items():
         tensors[where[name]].check(shape)
-    return lambda name: tensors[where[name]].read()
+    return {name: tensors[at] for name, at in where.items()}
 
 
 def other_heads(folder: Path) -> list[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from muletrain.errors import ConfigError
 from muletrain.model.compression import PREFIX, Borders
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from muletrain.model.chain import Model
     from muletrain.model.dropout import Masks
-    from muletrain.model.traced.cutting import Parts
+    from muletrain.model.traced.cutting import Part, Parts
 
 TABLES = 4
 """Number of microbatch shapes with kept tables."""
@@ -124,19 +125,25 @@ class TracedStage(StageModule):
             raise ConfigError(f"model.compression: the model has a part named '{PREFIX}'; rename that")
         self.compression = borders
 
-    def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for name, shape in super().shapes().items() if name not in self.spec.base}
+
+    def base_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for name, shape in super().shapes().items() if name in self.spec.base}
+
+    def bind(self, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> StageModule:
         """See ``StageModule.bind``. A part without parameters computes in the precision of the remaining
         ``weights``."""
-        super().bind(weights)
+        super().bind(weights, dtype)
         exact = self.tables.chain.frozen
         kinds = (weight.dtype for name, weight in weights.items() if name not in exact)
-        self._dtype = next(kinds, next((weight.dtype for weight in weights.values()), self._dtype))
+        self._dtype = dtype or next(kinds, next((weight.dtype for weight in weights.values()), self._dtype))
         self.tables = self._tables_in(self._dtype)
         return self
 
     @property
     def frozen(self) -> Collection[str]:
-        return self.tables.chain.frozen
+        return () if self.spec.base else self.tables.chain.frozen
 
     def exact(self, dtype: torch.dtype) -> frozenset[str]:
         kinds, own = self._tables_in(dtype).chain.frozen, self.shapes()
@@ -152,8 +159,8 @@ class TracedStage(StageModule):
         return loss.float()
 
     def before_head(self, inputs: Tensor, masks: Masks | None) -> Head:
-        head, weights = self.tables.chain.parts[-1], self._weights()
-        given = [weights[name] for name in head.weights]
+        head, weights = self.tables.chain.parts[-1], dict[str, Tensor](self.named_parameters())
+        given = self._in_kinds(head.weights, [weights[name] for name in head.weights])
 
         def logits(values: Sequence[Tensor]) -> Tensor:
             x = values[0]
@@ -164,16 +171,28 @@ class TracedStage(StageModule):
 
         return Head(logits, self._run_parts(inputs, None, masks, end=-1), [w for w in given if w.requires_grad])
 
-    def _weights(self) -> dict[str, Tensor]:
-        weights = dict[str, Tensor](self.named_parameters())
-        return weights | {n: weights[n].to(kind) for n, kind in self.tables.chain.frozen.items() if n in weights}
+    def _in_kinds(self, names: Sequence[str], given: Sequence[Tensor]) -> list[Tensor]:
+        """The weights ``given``, with those that are not trained in the types that the graph computes with."""
+        kinds = self.tables.chain.frozen
+        return [weight.to(kinds.get(name, weight.dtype)) for name, weight in zip(names, given, strict=True)]
+
+    def _compute(self, part: Part, *given: Any) -> Any:
+        """``part`` of weights, inputs and more. Of weights in another type than the graph's, autograd keeps no copy: these
+        are converted again in backward, as they were in forward, one at a time."""
+        held, rest = given[: len(part.weights)], given[len(part.weights) :]
+        weights = self._in_kinds(part.weights, held)
+        again = _Again(held, weights)
+        if self.by_block or not again.weights or not torch.is_grad_enabled():
+            return part.function(*weights, *rest)
+        with saved_tensors_hooks(again.pack, again.unpack):
+            return part.function(*weights, *rest)
 
     def _run_parts(self, inputs: Tensor, targets: Tensor | None, masks: Masks | None, end: int = 0) -> list[Tensor]:
         """The values for the next stage; of the last part, the logits or the loss. ``end`` -1: instead, the inputs of the
         last part."""
         samples = self.is_first and self.tables.chain.lead == 1
         sequences, length = inputs.shape[0], 1 if samples else inputs.shape[1]
-        chain, weights = self.tables.chain, self._weights()
+        chain, weights = self.tables.chain, dict[str, Tensor](self.named_parameters())
         tables = self.tables.of(sequences, length, inputs.device)
         first, last = self._run
         if self.is_first:
@@ -190,7 +209,8 @@ class TracedStage(StageModule):
             given += [tables[n] for n in part.tables]
             rest = (inputs.device, masks, part.site, sequences)
             is_block = 0 < number < len(chain.parts) - 1
-            outputs = self._block(part.function, *given, *rest) if is_block else part.function(*given, *rest)
+            compute = functools.partial(self._compute, part)
+            outputs = self._block(compute, *given, *rest) if is_block else compute(*given, *rest)
             if number == len(chain.parts) - 1:
                 return [outputs[0]]
             made = {**env, **dict(zip(part.outputs, outputs, strict=True))}
@@ -208,6 +228,23 @@ class TracedStage(StageModule):
     def _cast(self, samples: Tensor) -> Tensor:
         """Floats in the precision of the weights."""
         return samples.to(self._dtype) if samples.is_floating_point() else samples
+
+
+class _Again:
+    """Hooks of autograd: ``weights`` made from other tensors are not saved, but made again."""
+
+    def __init__(self, held: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        self.weights = {new.data_ptr(): (old, new.dtype) for old, new in zip(held, made, strict=True) if new is not old}
+
+    def pack(self, tensor: Tensor) -> Any:
+        found = self.weights.get(tensor.untyped_storage().data_ptr())
+        return tensor if found is None else (*found, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        weight, dtype, *view = kept
+        return cast("Tensor", weight).to(dtype).as_strided(*view)
 
 
 def is_causal(mask: object, length: int) -> bool:

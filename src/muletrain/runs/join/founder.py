@@ -44,6 +44,7 @@ async def found(host: Host, network: Network) -> Seat:
         cache.tokenizer_json,
         None if sharing is None else sharing.shared,
     )
+    host.open_base(facts, network)
     host.rendezvous = rendezvous = _rendezvous(host, network, facts, info, checkpoint)
     rendezvous.open()
     prober = host.prober(facts, network, network.peer_id, machine)

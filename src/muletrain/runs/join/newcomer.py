@@ -88,6 +88,9 @@ async def _prepared(
             await trial.build(welcome.config, welcome.stage)
         facts = RunFacts.of(told_config(welcome.config))
         check_welcome(facts, welcome, machine.offer)
+        host.open_base(facts, network)
+        if welcome.running:
+            host.genesis = await client.genesis()
         machine = _as_the_run_computes(facts, machine)
         if welcome.client:
             return await _help(host, network, client, welcome, facts, machine)
@@ -105,8 +108,7 @@ async def _prepared(
         place = place_of(facts.config, host.spec, host.log.note)
         sharing = await joiners_sharing(host, facts, welcome, tokenizer, cache)
         ready = Ready(trainer=cache is not None, place=place.name)
-        if welcome.running:
-            genesis = await client.genesis()
+        if (genesis := host.genesis) is not None:
             roster = Roster(genesis, member_of(network.peer_id, request, welcome, ready))
         else:
             prober = host.prober(

@@ -110,6 +110,11 @@ class Rendezvous:
             self.expected = peers
             self._changed.set()
 
+    def goes_on(self, peer: PeerId) -> None:
+        """The guest ``peer`` has got another piece of what it needs to build its stage."""
+        if (guest := self._guests.get(peer)) is not None:
+            guest.since = LoopClock().now()
+
     # Participants, for the admission ----------------------------------------------------------------------------------
 
     def consider(self, request: JoinRequest) -> list[list[str]]:
@@ -253,7 +258,7 @@ class Rendezvous:
         ask, guest = AskPart.unpack(payload), self._guests.get(sender)
         if self._begun is not None or guest is None or self.checkpoint is None:
             raise ProtocolError("a part of the checkpoint is for a guest that prepares its stage")
-        guest.since = LoopClock().now()
+        self.goes_on(sender)
         return await asyncio.to_thread(_read_piece, self.checkpoint.parts[guest.welcome.stage], ask.offset)
 
     async def _on_ready(self, sender: PeerId, payload: bytes) -> bytes:

@@ -57,7 +57,8 @@ LOOK_S = 0.1
 """Shortest pause between two checks for new blocks [s]."""
 LONGEST_S = 600.0
 """Seconds without any block, after which a live donor counts as having given up."""
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "uint8": torch.uint8}
+_TYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
 
 
 Shape = Annotated[tuple[Natural, ...], Field(max_length=MAX_DIMENSIONS)]
@@ -92,6 +93,16 @@ class Manifest(Message):
         """Raises ProtocolError unless the blocks fit the tensors, and the copy has at most ``limit`` bytes."""
         if self.size > limit or self.blocks != -(-self.size // self.block) or len(self.digests) % 32:
             raise ProtocolError(f"a manifest of {self.size} bytes in {self.blocks} blocks, of at most {limit} bytes")
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The tensors by name. ``flat``: all bytes of the copy, of which the tensors are views where the place allows."""
+        found, begin = {}, 0
+        for name, dtype, shape in self.tensors:
+            kind = DTYPES[dtype]
+            part = flat[begin : begin + math.prod(shape) * kind.itemsize]
+            found[name] = (part.clone() if begin % kind.itemsize else part).view(kind).view(shape)
+            begin += len(part)
+        return found
 
     def span(self, block: int) -> tuple[int, int]:
         """First byte of ``block``, and the first byte after ``block``."""
@@ -189,24 +200,14 @@ class PartialDownload:
         begin, end = self.manifest.span(block)
         return memoryview(self.data)[begin:end]
 
-    async def keep(self, ctx: Context, block: int, content: memoryview) -> None:
+    async def keep(self, block: int, content: memoryview) -> None:
         """Keep a verified block; ``content``: its ``room``. Raises NetworkError if that fails."""
         self.missing.discard(block)
 
     def state(self) -> dict[str, Tensor]:
         """The tensors, on the downloaded memory."""
-        found, begin = {}, 0
-        for name, dtype, shape in self.manifest.tensors:
-            count = math.prod(shape)
-            kind = DTYPES[dtype]
-            flat = (
-                torch.frombuffer(self.data, dtype=kind, count=count, offset=begin)
-                if count
-                else torch.empty(0, dtype=kind)
-            )
-            found[name] = flat.view(shape)
-            begin += count * kind.itemsize
-        return found
+        flat = torch.frombuffer(self.data, dtype=torch.uint8) if self.data else torch.empty(0, dtype=torch.uint8)
+        return self.manifest.views(flat)
 
 
 @dataclass
@@ -327,7 +328,7 @@ class Downloader:
                     await self._block(donor, block.whole, what, good, ask)
                     if await ctx.compute.offload(_digest, block.into) != partial.manifest.digest(k):
                         raise ProtocolError(f"block {k} is not what the manifest says")
-                    await partial.keep(ctx, k, block.into)
+                    await partial.keep(k, block.into)
         finally:
             for k in run:
                 self._waiting.pop((donor, partial.digest, k), None)

@@ -69,6 +69,25 @@ class Block(Message):
     block: Natural
 
 
+class AskBase(Message):
+    """A call that asks for ``blocks`` of the part of the base (``transfer.base``) with that digest; ():
+    for its manifest. The blocks come as frames; the answer is then empty."""
+
+    KIND: ClassVar[str] = "ask_base"
+    digest: Digest
+    blocks: Annotated[tuple[Natural, ...], Field(max_length=MAX_RUN), FailFast()] = ()
+
+
+class BaseBlock(Message):
+    """A frame with one requested block of the base."""
+
+    KIND: ClassVar[str] = "base_block"
+    CHANNEL: ClassVar[Channel] = Channel.BULK
+    TENSORS: ClassVar[int] = 1
+    digest: Digest
+    block: Natural
+
+
 class Shared(Message):
     """Names the tokens in the welcome of a run that shares its tokens. ``digest``: BLAKE3 of the manifest; ``size``: of
     all tokens [bytes]; ``width``: of one token [bytes]. ``heldout``: SHA-256 of the held-out side, which is not shared,

@@ -86,13 +86,13 @@ class FilePartial(PartialDownload):
         begin, end = self.manifest.span(block)
         return memoryview(bytearray(end - begin))
 
-    async def keep(self, ctx: Context, block: int, content: memoryview) -> None:
+    async def keep(self, block: int, content: memoryview) -> None:
         try:
             await self.disk.call(os.pwrite, self.file, content, self.manifest.span(block)[0])
         except OSError as e:
             self.problem = e
-            raise PeerUnreachable(f"the tokens cannot be written: {e.strerror}") from None
-        await super().keep(ctx, block, content)
+            raise PeerUnreachable(f"what came cannot be written: {e.strerror}") from None
+        await super().keep(block, content)
 
     async def look(self) -> None:
         """Find the blocks that are in the file already. Raises OSError."""
