@@ -29,7 +29,7 @@ from muletrain.errors import (
 from muletrain.locks import Lock, lock
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.core.disk import Disk, check_room
-from muletrain.runtime.transfer.blocks import DTYPES, MANIFEST_S, Manifest, StateImage, block_size
+from muletrain.runtime.transfer.blocks import DTYPES, LANES, MANIFEST_S, Manifest, StateImage, block_size
 from muletrain.runtime.transfer.messages import MAX_RUN, AskBase, BaseBlock
 from muletrain.runtime.transfer.tokens import FilePartial
 from muletrain.units import format_memory
@@ -101,7 +101,9 @@ class BaseStore:
         return self._images.get(part)
 
     def _candidates(self, part: int) -> Sequence[Mapping[str, Tensor]]:
-        names, found = self.model.base_in(part), []
+        if not (names := self.model.base_in(part)):
+            return [{}]
+        found: list[Mapping[str, Tensor]] = []
         for where, reader in self.readers:
             try:
                 load = reader()
@@ -278,9 +280,12 @@ class BaseTaker:
                 givers = [p for p in dict.fromkeys(known()) if p != self.net.peer_id and p not in bad]
                 partial = partial or await self._begin(part, givers)
                 if partial is not None:
-                    before, queue = len(partial.missing), deque(sorted(partial.missing))
-                    lanes = (self._lane(partial, giver, queue, bad) for giver in givers)
-                    await asyncio.gather(*lanes)
+                    before = len(partial.missing)
+                    while partial.missing and givers and partial.problem is None:
+                        queue = deque(sorted(partial.missing))
+                        await asyncio.gather(
+                            *(self._lane(partial, giver, queue, givers, bad) for giver in LANES * givers)
+                        )
                     if not partial.missing:
                         return
                     if partial.problem is not None:
@@ -320,11 +325,14 @@ class BaseTaker:
             return found
         return None
 
-    async def _lane(self, partial: FilePartial, giver: PeerId, queue: deque[int], bad: set[PeerId]) -> None:
-        """Take blocks from one giver while there are any; a giver that fails is asked again later, one that gives wrong
-        blocks is not."""
+    async def _lane(
+        self, partial: FilePartial, giver: PeerId, queue: deque[int], good: list[PeerId], bad: set[PeerId]
+    ) -> None:
+        """Take blocks from one giver while there are any. A giver that fails is no longer ``good``, and asked again later;
+        one that gives wrong blocks is ``bad``."""
         while queue and partial.problem is None:
-            run = [queue.popleft() for _ in range(min(MAX_RUN, len(queue)))]
+            share = -(-len(queue) // (LANES * max(1, len(good))))  # every giver sends a part
+            run = [queue.popleft() for _ in range(min(MAX_RUN, share))]
             futures = {k: asyncio.get_running_loop().create_future() for k in run}
             for k, future in futures.items():
                 begin, end = partial.manifest.span(k)
@@ -336,11 +344,11 @@ class BaseTaker:
                     content = await self.clock.deadline(future, STALLED_S, f"block {k} of the base")
                     if await self.tasks.aside(_digest, content) != partial.manifest.digest(k):
                         bad.add(giver)
-                        return
+                        return _remove(good, giver)
                     await partial.keep(k, memoryview(content))
                     self._came = self.clock.now()
             except NetworkError:
-                return
+                return _remove(good, giver)
             finally:
                 for k in run:
                     self._waiting.pop((giver, partial.digest, k), None)
@@ -367,6 +375,11 @@ class BaseTaker:
         _, future = self._waiting.get((sender, message.digest, message.block), (None, None))
         if future is not None and not future.done():
             future.set_result(bytes(decode_raw(frame.tensors[0])))
+
+
+def _remove(good: list[PeerId], giver: PeerId) -> None:
+    if giver in good:
+        good.remove(giver)
 
 
 def _digest(content: bytes) -> bytes:

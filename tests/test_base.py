@@ -1,0 +1,265 @@
+"""The weights beside an adapter go from peer to peer: who lacks a part takes it from several, checked block by block."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from muletrain.clock import LoopClock
+from muletrain.compute.threads import InlineExecutor
+from muletrain.errors import CapacityError, CheckpointError, Malformed, PeerUnreachable, ProtocolError, Refused
+from muletrain.network.memory import MemoryHub
+from muletrain.runtime.core.disk import SPARE_BYTES, Disk
+from muletrain.runtime.core.tasks import Tasks
+from muletrain.runtime.transfer import base
+from muletrain.runtime.transfer.base import BaseGiver, BaseStore, BaseTaker
+from muletrain.runtime.transfer.blocks import BLOCK, StateImage
+from muletrain.runtime.transfer.messages import AskBase, BaseBlock
+from muletrain.sim.loop import run_virtually
+from muletrain.wire.codec import RAW, Encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from muletrain.network.memory import MemoryNetwork
+
+SIZES = {"a": (3000, 400), "b": (1500, 700), "norm": (401,)}
+PARTS: tuple[list[str], ...] = ([], ["a", "b"], ["norm"])
+
+
+class Chain:
+    """The parts of a model that a store asks for."""
+
+    shapes = SIZES
+
+    @staticmethod
+    def base_in(part: int) -> list[str]:
+        return PARTS[part]
+
+
+def weights(seed: int = 0) -> dict[str, Tensor]:
+    draws = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=draws).bfloat16() for name, shape in SIZES.items()}
+
+
+def digests(of: dict[str, Tensor]) -> tuple[bytes, ...]:
+    found = []
+    for names in PARTS:
+        (copy := StateImage({name: of[name] for name in names})).named(copy.hashes())
+        found.append(copy.digest)
+    return tuple(found)
+
+
+RIGHT = weights()
+DIGESTS = digests(RIGHT)
+
+
+def store(cache: Path, of: dict[str, Tensor] | None = None) -> BaseStore:
+    readers = [] if of is None else [("a folder", lambda: of.__getitem__)]
+    return BaseStore(Chain(), DIGESTS, readers, cache)  # type: ignore[arg-type]
+
+
+class World:
+    """Givers, and takers with a cache each, in virtual time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.hub, self.folder, self.tasks, self.said = MemoryHub(), folder, Tasks(InlineExecutor()), list[str]()
+
+    def net(self, name: str) -> MemoryNetwork:
+        return self.hub.join(name)
+
+    def giver(self, name: str, of: dict[str, Tensor] | None = None, **fields: Any) -> BaseGiver:
+        made = store(self.folder / name, RIGHT if of is None else of)
+        for field, value in fields.items():
+            setattr(made, field, value)
+        return BaseGiver(self.net(name), self.tasks, made)
+
+    def taker(self, name: str = "taker", cache: str = "taker") -> BaseTaker:
+        disk, held = Disk(InlineExecutor()), store(self.folder / cache)
+        return BaseTaker(self.net(name), LoopClock(), self.tasks, held, self.said.append, disk)
+
+
+def in_world(folder: Path, scenario: Callable[[World], Coroutine[Any, Any, None]]) -> None:
+    problems: list[str] = []
+
+    async def run() -> None:
+        world = World(folder)
+        try:
+            await scenario(world)
+        finally:
+            await world.tasks.close()
+
+    run_virtually(run(), 3600.0, problems)
+    assert not problems
+
+
+async def all_of(taker: BaseTaker, givers: Sequence[str]) -> dict[str, Tensor]:
+    return await taker.weights(range(3), lambda: givers)
+
+
+def check(found: dict[str, Tensor]) -> None:
+    assert {n: w.dtype for n, w in found.items()} == dict.fromkeys(SIZES, torch.bfloat16)
+    assert all(torch.equal(found[name].view(torch.int16), RIGHT[name].view(torch.int16)) for name in SIZES)
+
+
+def test_a_part_comes_from_several_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    send = BaseGiver._give
+
+    async def counting(self: BaseGiver, *args: Any) -> None:
+        sent.append(self._net.peer_id)
+        await send(self, *args)
+
+    monkeypatch.setattr(BaseGiver, "_give", counting)
+
+    async def scenario(world: World) -> None:
+        for name in ("one", "two"):
+            world.giver(name)
+        check(await all_of(world.taker(), ["nobody", "one", "two"]))
+        assert set(sent) == {"one", "two"}, "four blocks, of which each sends some"
+        assert len(world.said) == 2, "a remark for each part"
+        again = world.taker("another process", "taker")
+        check(await all_of(again, []))
+
+    monkeypatch.setattr(base, "MAX_RUN", 1)
+    in_world(tmp_path, scenario)
+
+
+def test_what_came_is_kept_when_all_givers_go_and_is_checked_later(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        world.giver("one")
+        taker, came = world.taker(), []
+
+        async def on_frame(sender: str, frame: Any) -> None:
+            came.append(BaseBlock.parse(frame).block)
+            await right(sender, frame)
+            if len(came) == 2:
+                world.hub.kill("one")
+
+        right, taker._on_frame = taker._on_frame, on_frame  # type: ignore[method-assign]
+        taker.net.receive(on_frame, (BaseBlock.KIND,), taker)
+        with pytest.raises(PeerUnreachable, match=r"no peer gives the weights .* \(join --model FOLDER\)"):
+            await all_of(taker, ["one"])
+        world.giver("two")
+        later = world.taker("later", "taker")
+        check(await all_of(later, ["two"]))
+        blocks = -(-(2 * (3000 * 400 + 1500 * 700)) // BLOCK)
+        left = [note for note in world.said if "not here" in note]
+        assert blocks == 5, "of which two came before"
+        assert len(left) == 3, f"for part 1 twice, for part 2 once: {left}"
+        (file,) = (p for p in (world.folder / "taker").glob("*.base") if p.stat().st_size > BLOCK)
+        content = bytearray(file.read_bytes())
+        content[BLOCK + 7] ^= 1
+        file.write_bytes(content)
+        assert store(world.folder / "taker").part(1) is None, "a damaged file is not used"
+        check(await all_of(world.taker("last", "taker"), ["two"]))
+
+    in_world(tmp_path, scenario)
+
+
+def test_wrong_blocks_and_manifests_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lying(copy: StateImage, begin: int, end: int) -> bytes:
+        return bytes(end - begin)
+
+    async def scenario(world: World) -> None:
+        liar, other = world.giver("liar"), world.giver("another model", weights(1))
+        asked: list[bytes] = []
+
+        async def answer(sender: str, payload: bytes) -> bytes:
+            asked.append(payload)
+            return await BaseGiver._on_ask(liar, sender, payload)
+
+        liar._net.serve(AskBase.KIND, answer, free=True)
+        monkeypatch.setattr(base, "_read", lying)
+        with pytest.raises(PeerUnreachable):
+            await all_of(world.taker(), ["another model", "liar"])
+        assert len([p for p in asked if AskBase.unpack(p).blocks]) <= 2, "who sends a wrong block is not asked again"
+        assert other._store.image(DIGESTS[1]) is None
+        monkeypatch.undo()
+        world.giver("right")
+        check(await all_of(world.taker("second", "taker"), ["another model", "right"]))
+
+    in_world(tmp_path, scenario)
+
+
+def test_a_giver_bounds_what_it_sends(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        giver = world.giver("one")
+        net = world.net("greedy")
+
+        async def ask(*blocks: int, digest: bytes = DIGESTS[1]) -> bytes:
+            return await net.call("one", AskBase.KIND, AskBase(digest=digest, blocks=blocks).pack(), timeout_s=10.0)
+
+        with pytest.raises(Refused, match="does not have that part"):
+            await ask(digest=bytes(32))
+        with pytest.raises(Refused, match="blocks that the part does not have"):
+            await ask(99)
+        for _ in range(base.TIMES * 8 // 4):
+            await ask(0, 1, 2, 3)
+            await asyncio.sleep(1.0)
+        with pytest.raises(Refused, match="has sent that part 4 times"):
+            await ask(0, 1, 2, 3)
+        giver._queues = {f"taker-{k}": base.deque() for k in range(base.TAKERS)}
+        with pytest.raises(Refused, match="to others now"):
+            await ask(0)
+
+    in_world(tmp_path, scenario)
+
+
+def test_frames_that_nobody_asked_for_are_refused(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        taker = world.taker()
+
+        def frame(size: int, codec: Any = RAW) -> Any:
+            content = Encoded(codec, (size,), [memoryview(bytes(size))])
+            return BaseBlock(digest=DIGESTS[1], block=0).frame([content])
+
+        with pytest.raises(ProtocolError, match="none was asked for"):
+            await taker.expect("stranger", frame(10))
+        taker._waiting["giver", DIGESTS[1], 0] = 100, asyncio.get_running_loop().create_future()
+        taker._largest = 100
+        with pytest.raises(Malformed):
+            await taker.expect("giver", frame(99))
+        await taker.expect("giver", frame(100))
+
+    in_world(tmp_path, scenario)
+
+
+def test_a_folder_with_other_weights_is_not_used_and_a_full_disk_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = store(tmp_path, weights(1))
+    assert other.part(1) is None
+
+    def broken() -> Callable[[str], Tensor]:
+        raise CheckpointError("no such tensor")
+
+    other.readers = [("a folder", broken)]
+    assert other.part(2) is None
+    assert other.problems == ["a folder is not used: no such tensor"]
+
+    async def scenario(world: World) -> None:
+        world.giver("one")
+        (world.folder / "taker").mkdir()
+        old = world.folder / "taker" / "0123.base"
+        old.write_bytes(bytes(10))
+        free = SPARE_BYTES + 10 * BLOCK
+
+        def usage(folder: str) -> Any:
+            used = 9 * BLOCK * old.exists()
+            return type("Usage", (), {"free": free - used})
+
+        monkeypatch.setattr("muletrain.runtime.core.disk.shutil.disk_usage", usage)
+        check(await all_of(world.taker(), ["one"]))
+        assert not old.exists(), "a part of another base made room"
+        free = SPARE_BYTES
+        with pytest.raises(CapacityError, match=r"join --model"):
+            await all_of(world.taker("second", "second"), ["one"])
+
+    in_world(tmp_path, scenario)
