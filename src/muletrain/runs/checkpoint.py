@@ -25,9 +25,10 @@ from muletrain.model.hf_writing import cast, new_folder
 from muletrain.model.make import load_model, model_from_json
 from muletrain.model.traced.adapter import merged, write_adapter
 from muletrain.model.traced.architecture import build
-from muletrain.model.traced.chain import ENTRY, TracedModel
+from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import Writes, state_dict
 from muletrain.model.traced.folder import with_adapter
+from muletrain.model.traced.outline import ADAPTER
 from muletrain.runs.base import weights_of
 from muletrain.runs.folder import latest_checkpoint
 from muletrain.runtime.checkpoint.store import open_place, read_manifest
@@ -256,7 +257,7 @@ class Checkpoint:
         Raises CheckpointError."""
         assert isinstance(self.spec, TracedModel)
         with new_folder(folder):
-            write_adapter(folder, self.spec.config[ENTRY], self.state(), None if base is None else str(base))
+            write_adapter(folder, self.spec.config[ADAPTER], self.state(), None if base is None else str(base))
             for name in (TOKENIZER, *TEXT_FILES):
                 if base is not None and (base / name).is_file():
                     shutil.copyfile(base / name, folder / name)

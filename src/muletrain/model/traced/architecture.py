@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from muletrain.errors import ConfigError
 from muletrain.model.module import StageModule
 from muletrain.model.traced.adapter import put_in
-from muletrain.model.traced.chain import ENTRY
 from muletrain.model.traced.export import INSIDE, first_line, first_names
+from muletrain.model.traced.outline import ADAPTER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -148,7 +148,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.M
     """The model on the meta device, in training mode. Raises ConfigError for an architecture that the installed
     ``transformers`` does not have, or that is no causal language model."""
     config = checked(config)
-    adapter = config.pop(ENTRY, None)
+    adapter = config.pop(ADAPTER, None)
     with quiet():
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
         from transformers import __version__ as version

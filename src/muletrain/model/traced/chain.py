@@ -23,6 +23,7 @@ from muletrain.model.traced.making import (
     outlined,
     tables_bytes_of,
 )
+from muletrain.model.traced.outline import ADAPTER
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Set
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from muletrain.planning.partition import Cut
 
 
-ENTRY = "adapter"
-"""Of an architecture: what ``adapter.described`` gives."""
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number of ``AdapterConfig.base``."""
 
@@ -177,7 +176,7 @@ class TracedModel(Described):
 
     @property
     def base(self) -> Set[str]:
-        return self.frozen.keys() if ENTRY in self.config else frozenset()
+        return self.frozen.keys() if ADAPTER in self.config else frozenset()
 
     def in_fp32(self, dtype: str) -> set[str]:
         """Names of the parameters that stay in fp32 in files of ``dtype``, a name of ``finite.NAMES``. These are the
@@ -278,7 +277,7 @@ class TracedModel(Described):
 
     @property
     def base_size(self) -> int:
-        return SIZES[self.config[ENTRY]["base"]] if self.base else 0
+        return SIZES[self.config[ADAPTER]["base"]] if self.base else 0
 
     def part_params(self, part: int) -> int:
         return self._cost(part).params - self._numbers(range(part, part + 1), self.base, first=True)

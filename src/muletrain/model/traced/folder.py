@@ -18,7 +18,8 @@ from muletrain.model.hf import rope_of, spec_in
 from muletrain.model.hf_files import Stored, read_json, same, stored, without_place
 from muletrain.model.native import is_native
 from muletrain.model.traced.adapter import in_base
-from muletrain.model.traced.chain import ENTRY, TracedModel
+from muletrain.model.traced.chain import TracedModel
+from muletrain.model.traced.outline import ADAPTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -53,8 +54,8 @@ def import_traced(
 
 def with_adapter(model: TracedModel, adapter: dict[str, Any] | None) -> TracedModel:
     """``model`` with ``adapter``; None: without."""
-    config = {name: value for name, value in model.config.items() if name != ENTRY}
-    config |= {} if adapter is None else {ENTRY: adapter}
+    config = {name: value for name, value in model.config.items() if name != ADAPTER}
+    config |= {} if adapter is None else {ADAPTER: adapter}
     return dataclasses.replace(model, architecture=json.dumps(config, sort_keys=True))
 
 
@@ -114,7 +115,7 @@ def load_traced(folder: Path, model: TracedModel) -> Callable[[str], Tensor]:
     """A loader of the fp32 weights in ``folder`` by name, one tensor at a time. Names and shapes are checked before the
     return. If an older version of ``transformers`` wrote the folder with old names, the whole model is read through
     ``transformers``. Raises CheckpointError, also for tensors that the model does not take."""
-    if ENTRY in model.config:
+    if ADAPTER in model.config:
         load = load_traced(folder, with_adapter(model, None))
         return lambda name: load(in_base(name))
     if (places := _places(folder, model)) is None:

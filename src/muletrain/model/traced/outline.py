@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 KIND = "traced"
 """The cache's folder."""
+ADAPTER = "adapter"
+"""The entry of an architecture that ``adapter.described`` gives."""
 
 
 class PartOutline(Section):
