@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -24,7 +25,9 @@ from muletrain.cli.commands.train import join, run, start
 from muletrain.cli.commands.trained import evaluate, export, generate
 from muletrain.cli.options import Command
 from muletrain.cli.show.doing import begins
-from muletrain.errors import MuletrainError, of_the_disk
+from muletrain.config.cache import cache_folder
+from muletrain.config.model_sections import DataConfig
+from muletrain.errors import DataError, MuletrainError, of_the_disk
 from muletrain.runs.fleet import COMMON
 from muletrain.units import printable
 
@@ -88,6 +91,8 @@ def main(program: typer.Typer = app) -> None:
     if sys.platform == "win32":
         sys.exit("muletrain runs on Linux and macOS; on Windows, install WSL2 (wsl --install) and run it there")
     os.environ.update(COMMON | os.environ)
+    with suppress(DataError):  # a user without a home: torch takes a temporary folder, and leaves it
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(DataConfig()) / "compiled"))
     if owner := os.environ.pop("MULETRAIN_OWNER", ""):  # see ``muletrain.api``
         threading.Thread(target=_end_with, args=(int(owner),), name="owner", daemon=True).start()
     for stream in (sys.stdout, sys.stderr):

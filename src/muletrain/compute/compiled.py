@@ -7,9 +7,7 @@ sequence, generated text) never go through the compiled callable, so nothing is 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,9 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from muletrain.config.cache import cache_folder
-from muletrain.config.model_sections import DataConfig
-from muletrain.errors import DataError
 from muletrain.model.module import Fast
 
 if TYPE_CHECKING:
@@ -44,8 +39,6 @@ def compile_blocks(versions: Sequence[StageModule], sequences: int, device: torc
     """Compile the blocks of a stage's ``versions``, whose weights are bound, for microbatches of ``sequences``. Never
     raises: an error leaves the blocks as they are."""
     begin = time.perf_counter()
-    with contextlib.suppress(DataError):  # a user without a home: torch takes a temporary folder
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(DataConfig()) / "compiled"))
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)
     try:
         fast = _tried(versions[0], sequences, device)

@@ -56,7 +56,7 @@ IDLE = (
         "take more stages",
     ),
     Idle(
-        "adapter.alpha adapter.dropout adapter.targets adapter.rslora",
+        "adapter.alpha adapter.dropout adapter.targets adapter.rslora adapter.base",
         lambda c: c.adapter.rank is None and c.adapter.from_ is None,
         "without adapter.rank",
         "set that",

@@ -27,7 +27,11 @@ class Rule(NamedTuple):
 
 
 TABLE = (
-    Rule("model.from", "yes", "the folder may have moved; without it, the checkpoint has all that is needed"),
+    Rule(
+        "model.from",
+        "yes",
+        "the folder may have moved; the checkpoint has all that is needed, but for an adapter's model",
+    ),
     Rule("model.stops", "yes", "which tokens end a text"),
     Rule(
         "model.context",
