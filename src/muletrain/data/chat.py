@@ -236,8 +236,9 @@ def chat_template(config: DataConfig) -> str:
     else:
         text, tokens = _of_another(given)
     bound = "".join(f"{{% set {name} = {json.dumps(token)} %}}" for name, token in sorted(tokens.items()))
+    fixed = _fixed_date(text, config.date)
     if _NOW.search(text):
-        bound += _fixed_date(text, config.date)
+        bound += fixed
     elif config.date != type(config).model_fields["date"].default:
         raise DataError("data.date: the chat template prints no date (strftime_now); leave it out")
     return f"{_RESOLVED}{bound}\n{text}"

@@ -317,7 +317,7 @@ class _Builder:
             raise DataError(
                 f"data.path: in none of {plural(documents, 'conversation')} anything counts towards the loss (data.loss_on = "
                 f"'{self._config.loss_on}'; {train.truncated} are longer than model.context = {self._row}; roles: "
-                f"{', '.join(sorted(train.roles)) or 'none'}); give some in which the role 'assistant' speaks"
+                f"{', '.join(sorted(train.roles | heldout.roles)) or 'none'}); give some in which the role 'assistant' speaks"
                 f"{', or raise model.context' if train.truncated else ''}"
             )
         if self._validation is not None and not heldout.characters:
@@ -325,8 +325,9 @@ class _Builder:
         if not train.characters and self._share < 1:
             raise DataError(f"data.path: '{self._corpus.path}' has too little text to train on; add some")
         if not heldout.characters and self._share:
+            silent = f" (nothing counts in {plural(heldout.silent, 'conversation')})" if heldout.silent else ""
             raise DataError(
-                f"data.heldout: {documents} documents give nothing to hold out at a share of {self._share}; raise it, add "
+                f"data.heldout: {documents} documents give nothing to hold out at a share of {self._share}{silent}; raise it, add "
                 f"text, give data.validation, or set it to 0"
             )
 

@@ -321,7 +321,7 @@ def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | No
         if name.startswith(f"{PREFIX}."):  # no checkpoint to start from has these
             return initial_weight(facts.spec, name, shapes[name], seed)
         if adapter.rank is not None and is_adapter(name):
-            return first_weight(name, shapes[name], seed) if further is None else further(name)
+            return first_weight(name, shapes[name], seed, load, facts.spec) if further is None else further(name)
         return load(name)
 
     return finite(first if facts.spec.borders or adapter.rank is not None else load, facts.config.model.given or "")
