@@ -314,11 +314,26 @@ CASES: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
 }
 
 
+LATE = {
+    "an empty conversation",
+    "a column missing in row 9,000",
+    "no turn of the assistant",
+    "a role misspelt",
+    "roles that nobody learns from",
+    "roles out of order",
+    "conversations longer than a sequence",
+    "a file that is no UTF-8",
+    "a file that is cut off",
+}
+"""Found by reading all rows, before which the weights of a folder are checked. A model of the Hub is fetched afterwards."""
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_is_refused(
     name: str, models: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assemble, "check_first_weights", lambda *_: pytest.fail("the weights were read"))
+    if name not in LATE:
+        monkeypatch.setattr(assemble, "check_first_weights", lambda *_: pytest.fail("the weights were read"))
     make, parts = CASES[name]
     asked = [f"model.from={models}/base", "data.path=chat.jsonl", "adapter.rank=4", *SMALL, *make()]
     words = [word for text in asked for word in ("--set", text.replace("{models}", str(models)))]

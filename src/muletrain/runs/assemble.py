@@ -41,6 +41,7 @@ from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.model.native import is_native
 from muletrain.model.stage import initial_weight
 from muletrain.model.traced.adapter import described, first_weight, is_adapter, read_config, reader
+from muletrain.model.traced.architecture import transposed
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
 from muletrain.model.traced.folder import check_config, import_traced, load_traced, run_context, traced_in, with_adapter
@@ -316,12 +317,13 @@ def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | No
         facts.config.adapter,
     )
     further = None if adapter.from_ is None else reader(Path(adapter.from_))
+    turned = transposed(facts.config.model.architecture or "") if adapter.dora else frozenset[str]()
 
     def first(name: str) -> Tensor:
         if name.startswith(f"{PREFIX}."):  # no checkpoint to start from has these
             return initial_weight(facts.spec, name, shapes[name], seed)
         if adapter.rank is not None and is_adapter(name):
-            return first_weight(name, shapes[name], seed, load, facts.spec) if further is None else further(name)
+            return first_weight(name, shapes[name], seed, load, turned) if further is None else further(name)
         return load(name)
 
     return finite(first if facts.spec.borders or adapter.rank is not None else load, facts.config.model.given or "")

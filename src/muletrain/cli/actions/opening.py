@@ -20,6 +20,7 @@ from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_located, located
 from muletrain.data.chat import resolved
 from muletrain.data.corpus import absolute
+from muletrain.data.shown import examples
 from muletrain.errors import CheckpointError, ConfigError, MuletrainError
 from muletrain.events import EventLog
 from muletrain.model.hf_hub import is_hub_name
@@ -293,6 +294,12 @@ def prepare(
     later = checkpoint is None and source is not None and is_hub_name(source)  # the data may be wrong, too
     console = make_console(sys.stderr)
     say = functools.partial(console.print, soft_wrap=True, markup=False)
+
+    def check_weights(config: RunConfig) -> None:
+        if reads and source is not None:
+            with doing("checking the first weights") as tell:
+                check_first_weights(RunFacts.of(config), tell)
+
     with doing("reading the model"):
         try:
             config = resolve_start(given, weights=not later, note=say)
@@ -315,9 +322,15 @@ def prepare(
         raise ConfigError(f"train.data_offset: {config.train.data_offset} lies before the data; give 0 or more")
     if later and config.data.tokenizer == "train":
         config = _with(config, "data", tokenizer=source)
-    with doing("reading the text" if config.data.factory is None else "reading samples") as tell:
+    reading = "reading the text" if config.data.factory is None else "reading samples"
+    with doing(reading):
         config = config.model_copy(update={"data": resolved(config.data)})
-        facts = RunFacts.of(config)
+        if source is not None and checkpoint is None and config.data.factory is None:
+            next(examples(config.data, 1, 1), None)  # raises if columns or template do not fit the first row
+    if not later:
+        check_weights(config)
+    facts = RunFacts.of(config)
+    with doing(reading) as tell:
         data = facts.data(lambda done: tell(done, None if config.data.factory else "tokenising the text"))
     windows = facts.source(data).windows  # raises if the corpus is shorter than one sequence
     if later:
@@ -325,9 +338,7 @@ def prepare(
             config = resolve_start(given, note=say)
             config = config.model_copy(update={"data": resolved(config.data)})
         fits(config)
-    if reads and config.model.from_ is not None:
-        with doing("checking the first weights") as tell:
-            check_first_weights(RunFacts.of(config), tell)
+        check_weights(config)
     if config.train.epochs is not None:
         config = with_epochs(config, windows)
     facts = RunFacts.of(config)

@@ -6,7 +6,6 @@ The base keeps its tensors under peft's names ('...q_proj.base_layer.weight') an
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
@@ -22,7 +21,7 @@ from muletrain.config.model_sections import AdapterConfig
 from muletrain.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
     from torch import nn
@@ -127,29 +126,22 @@ def _peft(adapter: Mapping[str, Any], **more: Any) -> Any:
     )
 
 
-def first_weight(name: str, shape: tuple[int, ...], seed: int, base: Callable[[str], Tensor], model: Any) -> Tensor:
+def first_weight(
+    name: str, shape: tuple[int, ...], seed: int, base: Callable[[str], Tensor], transposed: Collection[str]
+) -> Tensor:
     """fp32, as peft begins: A uniform within 1 / sqrt(fan in) (Kaiming, a = sqrt(5)), B zero, magnitudes the norms of the
-    weights of each output. Keyed by (seed, name). ``base``: loads weights of the base; ``model``: a ``TracedModel``."""
+    weights of each output. Keyed by (seed, name). ``base``: loads weights of the base; ``transposed``: see
+    ``architecture.transposed``."""
     if ".lora_B." in name:
         return torch.zeros(shape)
     if _MAGNITUDE in name:
         layer = name.partition(_MAGNITUDE)[0]
-        return torch.linalg.norm(
-            base(f"{layer}{_BASE}weight"), dim=0 if layer in _transposed(model.architecture) else 1
-        )
+        norms: Tensor = torch.linalg.vector_norm(base(f"{layer}{_BASE}weight"), dim=0 if layer in transposed else 1)
+        return norms
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
     draws = np.random.Generator(np.random.Philox(key=key)).random(shape, dtype=np.float32)
     bound = 1 / math.sqrt(shape[1])
     return torch.from_numpy(draws).mul_(2 * bound).sub_(bound)
-
-
-@functools.lru_cache(maxsize=4)
-def _transposed(architecture: str) -> frozenset[str]:
-    """Layers whose weights are [in, out], as GPT-2's."""
-    from muletrain.model.traced.architecture import build
-
-    modules = build(json.loads(architecture)).named_modules()
-    return frozenset(path for path, module in modules if getattr(module, "fan_in_fan_out", False))
 
 
 # Folders --------------------------------------------------------------------------------------------------------------

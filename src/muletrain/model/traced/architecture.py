@@ -8,6 +8,7 @@ The configuration may come from another machine. The configuration selects an ar
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import sys
 from contextlib import contextmanager, suppress
@@ -68,7 +69,7 @@ class Whole(StageModule):
         return {0: _Written()}
 
     @functools.cached_property
-    def loss_tokens(self) -> int:  # type: ignore[override]
+    def loss_tokens(self) -> int:
         """As many as in training, if the model's class computes the logits of each token by itself."""
         return max(1, chain.LOSS_CHUNK // (chain.LOSS_BYTES * self.spec.vocab)) if self._by_token() else sys.maxsize
 
@@ -78,7 +79,7 @@ class Whole(StageModule):
         tokens = tokens.remainder(self.spec.vocab).reshape(2, -1)
         with torch.no_grad(), suppress(Exception):  # of any class of transformers
             whole, head = self(tokens).flatten(0, 1), self.before_head(tokens, None)
-            pieces = head.values[0].flatten(0, 1).split(3)
+            pieces = torch.split(head.values[0].flatten(0, 1), 3)
             parts = torch.cat([head.logits([piece[None]])[0] for piece in pieces])
             return torch.allclose(parts, whole, rtol=1e-4, atol=1e-4)
         return False
@@ -247,6 +248,13 @@ def _built(auto: Any, hf: Any, dtype: torch.dtype) -> Any:
         return auto.from_config(hf, attn_implementation="sdpa", dtype=dtype)
     except ValueError:  # no implementation with scaled_dot_product_attention
         return auto.from_config(hf, attn_implementation="eager", dtype=dtype)
+
+
+@functools.lru_cache(maxsize=4)
+def transposed(architecture: str) -> frozenset[str]:
+    """Layers with an adapter whose weights are [in, out], as GPT-2's are. ``architecture``: as in ``ModelConfig``."""
+    modules = build(json.loads(architecture)).named_modules()
+    return frozenset(path for path, module in modules if getattr(module, "fan_in_fan_out", False))
 
 
 def turning(model: nn.Module) -> list[nn.Module]:
