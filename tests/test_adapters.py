@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -12,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,13 +23,15 @@ from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.events import StepDone
 from muletrain.model.make import load_model, make_stage
+from muletrain.model.traced.adapter import check_tensors
+from muletrain.model.traced.chain import TracedModel
 from muletrain.runs.assemble import RunFacts, initial_weights, resolve_start
 from muletrain.runs.base import weights_of
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.folder import latest_checkpoint
 from muletrain.runs.pretrained import Pretrained
 
-from .chats import SMOLLM_3, chat_tokenizer, chats, write_rows
+from .chats import QWEN_3, SMOLLM_3, chat_tokenizer, chats, write_rows
 from .fleet_run import checkpoint_weights, run_fleet
 from .reference import train_plainly
 from .test_equivalence import relative_difference
@@ -98,6 +101,7 @@ class Peft(nn.Module):
             lora_alpha=a.alpha or 2 * a.rank,
             target_modules=targets,
             use_rslora=a.rslora,
+            use_dora=a.dora,
             task_type="CAUSAL_LM",
         )
         self.peft = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), asked)
@@ -122,6 +126,8 @@ def own(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         ("gpt2", ("adapter.rslora=true", "adapter.alpha=3")),
         pytest.param("qwen3", ('adapter.targets=["q_proj", "v_proj"]',)),
         pytest.param("qwen3-moe", ('adapter.targets=["q_proj", "k_proj", "v_proj", "o_proj"]',)),
+        ("gpt2", ("adapter.dora=true",)),
+        ("llama-linear", ("adapter.dora=true", "adapter.rslora=true")),
     ],
 )
 def test_a_fleet_trains_an_adapter_as_peft_does_though_a_peer_is_killed(
@@ -179,9 +185,10 @@ def muletrain(where: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_from_the_command_line_to_peft_and_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "dora"), [("qwen2", False), ("qwen2", True), ("gpt2", True)])
+def test_from_the_command_line_to_peft_and_back(tmp_path: Path, name: str, dora: bool) -> None:
     """Train, export as an adapter and merged, open both with peft and transformers, and train the adapter further."""
-    base = base_of(tmp_path / "base", "qwen2")
+    base = base_of(tmp_path / "base", name)
     data = write_rows(tmp_path / "chat.jsonl", chats(60))
     asked = [
         "--set",
@@ -190,6 +197,8 @@ def test_from_the_command_line_to_peft_and_back(tmp_path: Path) -> None:
         f"data.path={data}",
         "--set",
         "adapter.rank=4",
+        "--set",
+        f"adapter.dora={str(dora).lower()}",
         "--set",
         "train.steps=3",
     ]
@@ -205,29 +214,55 @@ def test_from_the_command_line_to_peft_and_back(tmp_path: Path) -> None:
     ]
     muletrain(tmp_path, "run", *asked)
     run = next((tmp_path / "runs").glob("*-run"))
-    for name, more in (("adapter", ()), ("whole", ("--merge",))):
-        muletrain(tmp_path, "export", str(run), "--hf", name, *more)
+    for folder, more in (("adapter", ()), ("whole", ("--merge",))):
+        muletrain(tmp_path, "export", str(run), "--hf", folder, *more)
     checkpoint = Checkpoint.open(latest_checkpoint(run))
     tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ours = load_model(checkpoint.spec, checkpoint.weights())(tokens)
         plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         before = plain(tokens).logits
-        theirs = PeftModel.from_pretrained(plain, tmp_path / "adapter")(tokens).logits
+        peft = PeftModel.from_pretrained(plain, tmp_path / "adapter")(tokens).logits
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)(tokens).logits
     assert not torch.allclose(before, ours, atol=1e-3), "it has learned something"
-    torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(peft, ours, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(merged, ours, rtol=1e-4, atol=1e-4)
     for folder in ("adapter", "whole"):
         assert AutoTokenizer.from_pretrained(tmp_path / folder).chat_template == SMOLLM_3
     found = Pretrained.of(str(tmp_path / "adapter")).model()
     torch.testing.assert_close(found(tokens), ours, rtol=1e-4, atol=1e-4)
-    facts, _ = facts_of(tmp_path, "qwen2", "adapter.rank=none", f"adapter.from={tmp_path / 'adapter'}")
-    assert facts.config.adapter.rank == 4
-    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    for name, weight in own(first_of(facts)).items():
-        assert torch.equal(weight, stored["base_model.model." + name.replace(".default.", ".")])
+    facts, _ = facts_of(tmp_path, name, "adapter.rank=none", f"adapter.from={tmp_path / 'adapter'}")
+    assert (facts.config.adapter.rank, facts.config.adapter.dora) == (4, dora)
+    assert isinstance(facts.spec, TracedModel)
+    check_tensors(tmp_path / "adapter", facts.spec)
+    again = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs = dict(PeftModel.from_pretrained(again, tmp_path / "adapter").named_parameters())
+    further = own(first_of(facts))
+    assert any("magnitude" in name for name in further) == dora
+    for each, weight in further.items():
+        assert torch.equal(weight, theirs["base_model.model." + each])
     assert "What is" not in muletrain(tmp_path, "generate", str(run), "What is 2 plus 2?", "--tokens", "4")
+
+
+def test_five_minutes_of_the_docs(tmp_path: Path) -> None:
+    """Each command of the section, with a tiny model in place of the named one."""
+    text = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
+    section = text.partition("## Adapters and conversations in five minutes\n")[2].partition("\n## ")[0]
+    (row,) = re.findall(r"^```json\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    for name in ("chat.jsonl", "more.jsonl"):
+        write_rows(tmp_path / name, [json.loads(row), *chats(60)])
+    base = base_of(tmp_path / "base", "qwen3")
+    chat_tokenizer(base, QWEN_3, VOCAB)
+    small = ["fleet.peers=1", "fleet.stages=1", "model.context=48", "train.batch=4"]
+    commands = [line.partition("#")[0].strip() for line in section.splitlines() if line.startswith("muletrain ")]
+    for line in commands:
+        runs = sorted((tmp_path / "runs").glob("*-run"), key=lambda folder: folder.stat().st_mtime)
+        line = line.replace("Qwen/Qwen3-0.6B", str(base)).replace("runs/FOLDER", str(runs[-1]) if runs else "")
+        _, *words = shlex.split(line)
+        more = [word for text in small for word in ("--set", text)] if words[0] in ("run", "data") else []
+        muletrain(tmp_path, *words, *more)
+    assert len([*(tmp_path / "runs").glob("*-run")]) == 2
+    assert {words.split()[1] for words in commands} == {"data", "run", "generate", "eval", "export"}
 
 
 @pytest.mark.parametrize(
@@ -261,9 +296,9 @@ def test_an_adapter_needs_a_model() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"use_dora": True}, "is an adapter with use_dora, and only plain LoRA"),
-        ({"bias": "all"}, "is an adapter with LORA|bias"),
-        ({"peft_type": "IA3"}, "is an adapter with IA3"),
+        ({"rank_pattern": {"q_proj": 8}}, "is an adapter with rank_pattern, and only LoRA and DoRA"),
+        ({"bias": "all"}, "is an adapter with bias = 'all', and only LoRA and DoRA"),
+        ({"peft_type": "IA3"}, "is an adapter of the type IA3, and only LoRA and DoRA"),
     ],
 )
 def test_other_adapters_are_refused(tmp_path: Path, change: dict[str, Any], why: str) -> None:
@@ -274,7 +309,9 @@ def test_other_adapters_are_refused(tmp_path: Path, change: dict[str, Any], why:
     base_of(tmp_path / "base", "qwen2")
     with pytest.raises(CheckpointError, match=why):
         facts_of(tmp_path, "qwen2", "adapter.rank=none", f"adapter.from={folder}")
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": False, "bias": "none", "peft_type": "LORA"}))
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"rank_pattern": {}, "bias": "none", "peft_type": "LORA"})
+    )
     facts, _ = facts_of(tmp_path, "qwen2", "adapter.rank=none", f"adapter.from={folder}")
     with pytest.raises(CheckpointError, match=r"cannot read .*adapter_model.safetensors"):
         first_of(facts)

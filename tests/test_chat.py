@@ -25,18 +25,20 @@ from muletrain.data.chat import (
     kind_of,
     packed,
     plain_template,
+    prints_date,
     resolved,
     tokens_of,
 )
 from muletrain.data.encoder import Encoder
 from muletrain.data.microbatch import SILENT, MicrobatchSource, unmarked
+from muletrain.data.shown import examples
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import DataError, ProtocolError
 from muletrain.events import StepDone
 from muletrain.model.chain import TOKENS
 from muletrain.runs.assemble import RunFacts
 
-from .chats import FAMILIES, LLAMA_3, MISTRAL, QWEN_3, chat_tokenizer, chats, write_rows
+from .chats import FAMILIES, LLAMA_3, MISTRAL, QWEN_3, SMOLLM_3, chat_tokenizer, chats, write_rows
 from .fleet_run import checkpoint_weights, run_fleet
 from .reference import train_plainly
 from .test_equivalence import EXACT, check_every_microbatch_once, relative_difference
@@ -107,6 +109,45 @@ def test_what_the_assistant_says_counts_and_nothing_else(tmp_path: Path, family:
     assert all(right in learned for right in wanted)
     assert "morning!" not in learned
     assert "plus" not in learned
+
+
+def test_a_template_prints_the_date_that_the_run_fixes(tmp_path: Path) -> None:
+    text = "{{ strftime_now('%d %b %Y') }}|{{ strftime_now( \"%Y-%m-%d\" ) }}|{% set f = '%B %Y' %}{{ strftime_now('%B %Y') }}"
+    chat_tokenizer(tmp_path / "model", text + "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    for given, right in (
+        ({}, "26 Jul 2024|2024-07-26|July 2024"),
+        ({"date": "2025-01-02"}, "02 Jan 2025|2025-01-02|January 2025"),
+    ):
+        config = of_folder(tmp_path / "model", **given)
+        found = chat_template(config)
+        assert Template(found, "all").rendered(LONG, "here").text.startswith(right)
+        assert prints_date(config.model_copy(update={"chat_template": found}))
+        assert (plain_template(config) or "").startswith(text)
+    chat_tokenizer(tmp_path / "model", SMOLLM_3)
+    assert not prints_date(of_folder(tmp_path / "model").model_copy(update={"chat_template": SMOLLM_3}))
+
+
+def test_what_is_exported_begins_as_the_models_template_does(tmp_path: Path) -> None:
+    own = "{% set said = messages %}\n" + SMOLLM_3
+    chat_tokenizer(tmp_path / "model", own)
+    assert plain_template(of_folder(tmp_path / "model")) == own
+
+
+def test_examples_show_what_is_learned(tmp_path: Path) -> None:
+    chat_tokenizer(tmp_path / "model", SMOLLM_3)
+    path = write_rows(tmp_path / "chat.jsonl", [{"messages": LONG["messages"]}] * 3)
+    config = resolved(of_folder(tmp_path / "model", path=path))
+    found = [*examples(config, 2, 1000)]
+    place, *pieces = found[0]
+    assert len(found) == 2
+    assert place == f"{path}:1"
+    assert "".join(pieces) == Template(config.chat_template or "", "assistant").rendered(LONG, "").text
+    assert [piece.removesuffix("<|im_end|>") for piece in pieces[1::2]] == [
+        "Good morning. It is four — näturally ☕.",
+        "Six.",
+    ]
+    (short,) = examples(config, 1, 100)
+    assert "".join(short[1:]) == "".join(pieces)[:100] + " ..."
 
 
 def test_the_generation_mask_is_that_of_transformers(tmp_path: Path) -> None:
@@ -338,7 +379,7 @@ def test_what_a_template_cannot_do_is_said(tmp_path: Path) -> None:
         resolved(DataConfig(path="pydoc", chat_template="chatml"))
     with pytest.raises(DataError, match="'text', but a chat template writes special tokens"):
         resolved(DataConfig(path=path, chat_template="chatml", special_tokens="text"))
-    with pytest.raises(DataError, match="does not take this conversation: unexpected"):
+    with pytest.raises(DataError, match=r"it is no Jinja template \(line 1: "):
         Template("{% for", "all").rendered(LONG, "here")
     chat_tokenizer(tmp_path / "model", MISTRAL)
     system = {"messages": [{"role": "system", "content": "S"}, *LONG["messages"]], "tools": None}
@@ -355,7 +396,7 @@ def test_text_among_conversations_is_refused(tmp_path: Path) -> None:
     (tmp_path / "z.txt").write_text("plain text")
     path = write_rows(tmp_path / "chat.jsonl", chats(3))
     data = resolved(DataConfig(path=f"{path},{tmp_path / 'z.txt'}", chat_template="chatml", cache=str(tmp_path / "c")))
-    with pytest.raises(DataError, match=r"z.txt is text, and other files hold conversations"):
+    with pytest.raises(DataError, match=r"z.txt is text, and this run trains conversations"):
         TokenCache.build(data, 512, context=64)
 
 

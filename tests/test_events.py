@@ -48,6 +48,7 @@ def sample(cls: type[ev.Event]) -> ev.Event:
                 "dict[str, int]": {"k": 7},
                 "dict": {"k": "v"},
                 "list[int]": [7],
+                "list[list": [["a"]],
                 "list": ["a"],
                 "Literal": "info",
                 "float": 0.5,

@@ -15,9 +15,11 @@ from muletrain.model.chain import LOSS_BYTES, Model
 from muletrain.model.make import make_block, make_model, make_stage
 from muletrain.model.module import StageModule
 from muletrain.model.spec import ModelSpec
+from muletrain.model.traced.architecture import Whole
 from muletrain.model.traced.chain import TracedModel
 
-from .traced_models import CONTEXT, config_of
+from .test_memory import peak_of
+from .traced_models import CONTEXT, chain_of, config_of, new_model
 
 SEQUENCES, CHUNK = 3, 7
 NATIVE = make_model(
@@ -81,6 +83,58 @@ def test_in_chunks_loss_and_gradients_are_the_same(kind: str, monkeypatch: pytes
         assert heldout == pytest.approx(float(whole[0]), rel=1e-6)
 
 
+def whole_of(kind: str, vocab: int = 500) -> Whole:
+    """A model as ``eval`` and ``Pretrained`` compute it: by its class of ``transformers``."""
+    model = new_model(kind, vocab_size=vocab, **({"final_logit_softcapping": 3.0} if kind == "gemma3" else {}))
+    return Whole(chain_of(model), model.eval())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3", "phi", "qwen3-moe", "cohere", "mamba"])
+def test_a_class_of_transformers_computes_its_loss_in_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it does after the output matrix, such as to scale or to cap the logits."""
+    whole = whole_of(kind)
+    tokens = torch.randint(0, 500, (SEQUENCES, CONTEXT), generator=torch.Generator().manual_seed(1))
+    targets = tokens.roll(-1, 1)
+    targets[0, :5] = 500
+    expected = computed(whole, tokens, targets)
+    found = whole_of(kind)
+    with monkeypatch.context() as small:
+        small.setattr(chain, "LOSS_CHUNK", LOSS_BYTES * 500 * CHUNK)
+        assert found.loss_tokens == CHUNK
+        assert off(computed(found, tokens, targets, scale=8.0), expected) < 1e-6
+        with torch.no_grad():
+            assert float(found.loss(tokens, targets)) == pytest.approx(float(expected[0]), rel=1e-6)
+            assert torch.equal(found(tokens), whole(tokens)), "the model is as before"
+
+
+def test_a_large_vocabulary_takes_the_memory_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab, rows = 1 << 16, 16
+    whole = whole_of("qwen3", vocab)
+    tokens = torch.zeros(rows, CONTEXT, dtype=torch.int64)
+    monkeypatch.setattr(chain, "LOSS_CHUNK", 1 << 25)
+    assert whole.loss_tokens == 42
+
+    def measure() -> None:
+        with torch.no_grad():
+            whole.loss(tokens, tokens)
+
+    measure()
+    in_chunks = peak_of(measure)
+    whole.loss_tokens = 1 << 40
+    at_once = peak_of(measure)
+    assert at_once > 2 * 4 * vocab * rows * CONTEXT * 0.9, "the logits, and their logarithms"
+    assert in_chunks < 0.25 * at_once
+
+
+def test_a_class_whose_logits_depend_on_other_tokens_computes_them_at_once() -> None:
+    found = whole_of("gpt2")
+    found.model.lm_head.register_forward_hook(lambda _, __, logits: logits - logits.mean(1, keepdim=True))
+    assert found.loss_tokens > 1 << 40
+    found = whole_of("gpt2")
+    found.model.base_model_prefix = ""
+    assert found.loss_tokens > 1 << 40, "it has no inner model"
+
+
 def test_logits_of_one_chunk_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, plain = list[int](), torch.nn.functional.cross_entropy
 
@@ -99,6 +153,15 @@ def test_logits_of_one_chunk_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
             )
         assert seen == [40, 40, SEQUENCES * CONTEXT - 80]
         seen.clear()
+    whole, largest = whole_of("qwen3"), list[int]()
+    whole.model.lm_head.register_forward_hook(lambda _, __, logits: largest.append(logits.numel() // 500))
+    tokens = torch.zeros(SEQUENCES, CONTEXT, dtype=torch.int64)
+    with monkeypatch.context() as small, torch.no_grad():
+        small.setattr(chain, "LOSS_CHUNK", LOSS_BYTES * 500 * 40)
+        assert whole.loss_tokens == 40
+        largest.clear()
+        whole.loss(tokens, tokens)
+    assert largest == [SEQUENCES, 40, 40, SEQUENCES * CONTEXT - 80]
 
 
 def test_fp16_gradients_are_computed_at_the_scale_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:

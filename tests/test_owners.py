@@ -134,11 +134,12 @@ ATTACKS: dict[str, list[str]] = {
         "data.tokenizer={trap}/tokenizer.json",
         "data.cache={trap}/cache",
     ],
-    "`data.format`, `data.chat_template`, `data.loss_on`, `data.pack`": [
+    "`data.format`, `data.chat_template`, `data.date`, `data.loss_on`, `data.pack`": [
         "data.format=messages",
         "data.chat_template={trap}/secret.txt",
+        "data.date=1999-12-31",
     ],
-    "`adapter`": ["adapter.rank=4", "adapter.from={trap}/adapter"],
+    "`adapter`": ["adapter.rank=4", "adapter.dora=true", "adapter.from={trap}/adapter"],
     "`data.validation`": ["data.validation={trap}/secret.txt"],
     "`data.field`": ["data.field=../../etc/passwd"],
     "`data.share`": ["data.share=true"],

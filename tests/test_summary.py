@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import io
 import json
-from typing import TYPE_CHECKING
+import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from muletrain.cli.actions.opening import Wanted, prepare, tell_of
 from muletrain.cli.actions.train import local_session
+from muletrain.cli.show.console import LiveConsole
 from muletrain.cli.show.summary import summary_table
 from muletrain.compute.probe import pick_device
 from muletrain.config.load import load_config
 from muletrain.data.samples import SampleData
 from muletrain.events import RunPrepared, read_events
+from muletrain.events.event import parse
 from muletrain.runs.summary import summary_of
+from muletrain.runs.view import RunView
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from .chats import LLAMA_3, SMOLLM_3, chat_tokenizer, chats, write_rows
 
 SMALL = ("model.layers=2", "model.width=32", "model.heads=2", "model.vocab=300", "model.context=16", "train.batch=4")
 
@@ -73,6 +76,41 @@ def test_what_was_left_out_is_said_with_its_number(text: Path) -> None:
     said = told(summary(text, "data.deduplicate=documents"))
     assert "3 documents left out that equal an earlier one (data.deduplicate)" in said
     assert "1 document without text left out" in said
+
+
+def conversations(tmp_path: Path, template: str, *overrides: str) -> RunPrepared:
+    chat_tokenizer(tmp_path / "model", template)
+    rows = write_rows(tmp_path / "chat.jsonl", chats(40))
+    own = ("model.vocab=400", "model.context=192", f"data.tokenizer={tmp_path / 'model'}", *overrides)
+    return summary(Path(rows), *own)
+
+
+def test_conversations_are_told_with_what_counts_and_examples(tmp_path: Path) -> None:
+    found = conversations(tmp_path, SMOLLM_3)
+    said = told(found)
+    assert "conversations, " in said
+    assert f"{found.documents['counted']:,} tokens count towards the loss; " in said
+    assert "% of the sequences are padding" in said
+    assert "today's date" not in said
+    assert len(found.examples) == 3
+    assert parse(found.to_json()) == found, "also from the command to Python"
+    terminal, pipe = io.StringIO(), io.StringIO()
+    for file, console in (
+        (terminal, Console(file=terminal, width=80, force_terminal=True)),
+        (pipe, Console(file=pipe, width=80)),
+    ):
+        LiveConsole(RunView(whole=True), console)(found)
+        assert max(map(len, re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()).splitlines())) <= 80
+    assert "What is" not in pipe.getvalue(), "short in pipes"
+    learned = re.findall(r"\x1b\[32m(.+?)\x1b\[0m", terminal.getvalue())
+    assert any(text.startswith("It is") for text in learned)
+    assert not any("What is" in text for text in learned)
+
+
+def test_a_date_in_the_template_is_told(tmp_path: Path) -> None:
+    found = conversations(tmp_path, LLAMA_3, "data.date=2025-03-01")
+    assert "the chat template prints today's date: always 2025-03-01 here (data.date)" in told(found)
+    assert any("01 Mar 2025" in piece for piece in found.examples[0])
 
 
 def test_documents_that_are_trained_and_held_out_are_counted(text: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ IDLE = (
         "take more stages",
     ),
     Idle(
-        "adapter.alpha adapter.dropout adapter.targets adapter.rslora adapter.base",
+        "adapter.alpha adapter.dropout adapter.targets adapter.rslora adapter.dora adapter.base",
         lambda c: c.adapter.rank is None and c.adapter.from_ is None,
         "without adapter.rank",
         "set that",
@@ -68,7 +68,7 @@ IDLE = (
         "leave out that",
     ),
     Idle(
-        "data.chat_template data.loss_on data.pack",
+        "data.chat_template data.date data.loss_on data.pack",
         lambda c: c.data.format == "text",
         "with data.format = 'text', in which every token counts",
         "change that",

@@ -180,6 +180,10 @@ class AdapterConfig(Section):
         examples=[["q_proj", "v_proj"]],
     )
     rslora: bool = Field(default=False, description="multiply by alpha / sqrt(rank) instead (rsLoRA) [1]")
+    dora: bool = Field(
+        default=False,
+        description="train the length of each output's weights apart from their direction (DoRA, Liu et al. 2024); slower",
+    )
     base: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         default="auto",
         description="type in which the weights beside the adapter, which are not trained, are held; auto: as the model's files have "
@@ -231,6 +235,11 @@ class DataConfig(Section):
         description="how conversations are written: a file of Jinja text, the text itself, a model whose template is taken, or "
         "'chatml'; default: the tokenizer's own",
         examples=["chatml"],
+    )
+    date: str = Field(
+        default="2024-07-26",
+        pattern=r"^\d{4}-\d\d-\d\d$",
+        description="date (year-month-day) that a chat template prints as today's, so that tokens depend on no clock",
     )
     loss_on: Literal["assistant", "last", "all"] = Field(
         default="assistant",

@@ -7,11 +7,13 @@ turn, up to where the next turn begins.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,14 +37,17 @@ if TYPE_CHECKING:
     Span = tuple[int, int]
 
 ASSISTANT = "assistant"
-_ROLES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}
-"""Roles of ShareGPT's columns (``from``, ``value``), by the names that templates use."""
+_ROLES = {
+    **{role: role for role in ("system", "user", ASSISTANT, "tool")},
+    **{"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT, "ai": ASSISTANT},
+}
+"""Roles in small letters, as ShareGPT and others write them, by the names that templates use."""
 MESSAGES = ("messages", "conversations", "conversation")
 QUESTIONS, ANSWERS = ("prompt", "instruction", "question"), ("completion", "output", "response", "answer")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOW = re.compile(r"\bstrftime_now\b")
-_FIXED_DATE = "26 Jul 2024"
-"""What a template prints as today's date: that which Llama 3's falls back to. The tokens of a run depend on no clock."""
+_FORMAT = re.compile(r"""\bstrftime_now\(\s*(["'])(.+?)\1""")
+_USUAL_FORMAT = "%d %b %Y"
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
@@ -51,6 +56,7 @@ CHATML = (
 )
 """``data.chat_template = "chatml"``, for models without a template."""
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
 _SAID = "well enough"
 _RESOLVED = "{# muletrain #}"
 """Begins a template in which nothing is left to look up."""
@@ -148,14 +154,38 @@ def _message(value: object, place: str) -> dict[str, Any]:
         raise DataError(f"data.path: {place} is {type(value).__name__}; give {{'role': ..., 'content': ...}}")
     message = {key: item for key, item in value.items() if item is not None}
     if "role" not in message and isinstance(message.get("from"), str):
-        role = message.pop("from")
-        message = {"role": _ROLES.get(role, role), "content": message.pop("value", ""), **message}
-    if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
+        message = {"role": message.pop("from"), "content": message.pop("value", ""), **message}
+    role = message.get("role")
+    if not isinstance(role, str) or not ("content" in message or "tool_calls" in message):
+        empty = [key for key, item in value.items() if item is None]
         raise DataError(
-            f"data.path: {place} has {', '.join(map(str, value)) or 'nothing'}; give a 'role' and a 'content' (or 'from' and "
-            f"'value'), both text"
+            f"data.path: {place} has {', '.join(message) or 'nothing'}{f' ({empty[0]} is null)' if empty else ''}; give a 'role' "
+            f"and a 'content' (or 'from' and 'value'), both text"
         )
+    message["role"] = _ROLES.get(role.strip().lower(), role)
+    if message["role"] != ASSISTANT and difflib.get_close_matches(role.lower(), [ASSISTANT], cutoff=0.8):
+        raise DataError(f"data.path: {place} has the role '{role}'; did you mean '{ASSISTANT}'?")
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_called(call, place) for call in calls]
     return message
+
+
+def _called(call: Any, place: str) -> Any:
+    """A tool call with its arguments as a table, as templates take them; OpenAI's interface has them as JSON."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise DataError(
+            f"data.path: {place} has tool_calls of {type(call).__name__}; give {{'function': {{'name': ..., 'arguments': ...}}}}"
+        )
+    if not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        function = {**function, "arguments": json.loads(function["arguments"])}
+    except ValueError as e:
+        raise DataError(
+            f"data.path: {place}: the arguments of the tool call '{function.get('name')}' are not JSON: {e}"
+        ) from e
+    return {**call, "function": function} if "function" in call else function
 
 
 def resolved(config: DataConfig) -> DataConfig:
@@ -202,26 +232,56 @@ def chat_template(config: DataConfig) -> str:
     elif "{" in given:
         text = given
     elif os.path.isfile(path := os.path.expanduser(given)):
-        text = Path(path).read_text(encoding="utf-8")
+        text = _read(Path(path))
     else:
         text, tokens = _of_another(given)
-    bound = "".join(f"{{% set {name} = {json.dumps(token)} %}}\n" for name, token in sorted(tokens.items()))
+    bound = "".join(f"{{% set {name} = {json.dumps(token)} %}}" for name, token in sorted(tokens.items()))
+    fixed = _fixed_date(text, config.date)
     if _NOW.search(text):
-        bound += f"{{% macro strftime_now(format) %}}{_FIXED_DATE}{{% endmacro %}}\n"
-    return f"{_RESOLVED}\n{bound}{text}"
+        bound += fixed
+    elif config.date != type(config).model_fields["date"].default:
+        raise DataError("data.date: the chat template prints no date (strftime_now); leave it out")
+    return f"{_RESOLVED}{bound}\n{text}"
+
+
+def _fixed_date(template: str, day: str) -> str:
+    """A macro in place of the function by which a template prints today's date: tokens depend on no clock."""
+    try:
+        fixed = date.fromisoformat(day)
+    except ValueError as e:
+        raise DataError(f"data.date: '{day}' is no date ({e}); write it as 2024-07-26") from e
+    other = sorted({form for _, form in _FORMAT.findall(template)} - {_USUAL_FORMAT})
+    cases = "".join(f"{{% if format == {json.dumps(form)} %}}{fixed:{form}}{{% else %}}" for form in other)
+    return (
+        f"{{% macro strftime_now(format) %}}{cases}{fixed:{_USUAL_FORMAT}}{'{% endif %}' * len(other)}{{% endmacro %}}"
+    )
+
+
+def prints_date(config: DataConfig) -> bool:
+    """Does the chat template print a date? ``config``: resolved."""
+    return config.counts and _NOW.search(config.chat_template or "") is not None
 
 
 def plain_template(config: DataConfig) -> str | None:
     """The template of a run on conversations for other programs, which bind special tokens themselves; else None."""
-    if not config.counts:
-        return None
-    lines = chat_template(config).split("\n")
-    bound = next(n for n, line in enumerate(lines) if n and not line.startswith(("{% set ", "{% macro strftime_now(")))
-    return "\n".join(lines[bound:])
+    return chat_template(config).partition("\n")[2] if config.counts else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as e:
+        raise DataError(f"data.chat_template: cannot read {path}: {e}; give a file of UTF-8 text") from e
 
 
 def _of_another(name: str) -> tuple[str, dict[str, str]]:
     """The template of another model's folder or name."""
+    if not os.path.isdir(os.path.expanduser(name)) and (
+        Path(name).suffix in _SUFFIXES or name.startswith(("/", "~", "."))
+    ):
+        raise DataError(
+            f"data.chat_template: no such file: '{name}'; check the path, or give 'chatml' or a model's name"
+        )
     own, tokens = _declared(name)
     if own is None:
         raise DataError(
@@ -248,7 +308,7 @@ def _declared(name: str) -> tuple[str | None, dict[str, str]]:
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
         template = named.get("default") or next(iter(named.values()), None)
     if (file := folder / "chat_template.jinja").is_file():
-        template = file.read_text(encoding="utf-8")
+        template = _read(file)
     tokens = {}
     for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
         token = settings.get(key)
@@ -329,7 +389,7 @@ class Template:
         marks: bool = False,
         asks: bool = False,
     ) -> tuple[str, list[Span]]:
-        from jinja2 import TemplateError  # with transformers, takes seconds to import
+        from jinja2 import TemplateError, TemplateSyntaxError  # with transformers, takes seconds to import
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -340,7 +400,20 @@ class Template:
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=asks,
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as e:
+        except TemplateSyntaxError as e:
+            line = e.lineno - self._text.startswith(_RESOLVED)
+            raise DataError(
+                f"data.chat_template: it is no Jinja template (line {line}: {e.message}); correct it, or give another one"
+            ) from e
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as e:
             raise DataError(
                 f"data.chat_template: {place}: the template does not take this conversation: {e}; correct the row, or give another "
                 f"template"

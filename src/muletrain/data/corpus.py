@@ -211,6 +211,8 @@ def _resolve(path: str, columns: Columns) -> list[Source]:
 
 def _files(item: str) -> list[Path]:
     if os.path.isdir(item):
+        if not any(path.is_file() for path in Path(item).rglob("*")):
+            raise DataError(f"data.path: {item} is a folder without files; give text or rows (.jsonl, .csv, .parquet)")
         raise DataError(f"data.path: {item} is a folder; name its files by a glob, e.g. '{_suggest_glob(Path(item))}'")
     if os.path.isfile(item):  # before globbing: a file's name may contain brackets
         return [Path(item)]

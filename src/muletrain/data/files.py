@@ -224,8 +224,8 @@ class TextFile(FileSource):
         check_text(self.path)
         if self.columns.whole:
             raise DataError(
-                f"data.path: {self.path} is text, and other files hold conversations; leave it out of the glob, or train it in a "
-                f"run of its own"
+                f"data.path: {self.path} is text, and this run trains conversations; leave it out of the glob, or train it in a "
+                f"run of its own, without data.format"
             )
         yield Document(str(self.path), partial(file_lines, self.path, LINE))
 

@@ -50,6 +50,7 @@ FORMAT = 5  # goes up when the same text would give other tokens or files
 _PIECE = 1 << 14  # characters from which a tokenizer learns at once
 _BATCH = 1 << 21  # characters encoded at once; bounds memory to some hundred MB
 _ATTEMPTS = 5  # to publish; a failure means that another process interfered, and none does so twice
+_ROLES = 8  # of conversations that an error names
 _TRAIN_SHARE = 0.3  # of the progress bar goes to training a tokenizer
 
 
@@ -315,16 +316,18 @@ class _Builder:
         if self._chat and not train.counted and self._share < 1:
             raise DataError(
                 f"data.path: in none of {plural(documents, 'conversation')} anything counts towards the loss (data.loss_on = "
-                f"'{self._config.loss_on}'; {train.truncated} are longer than model.context = {self._row}); give some in which the "
-                f"role 'assistant' speaks"
+                f"'{self._config.loss_on}'; {train.truncated} are longer than model.context = {self._row}; roles: "
+                f"{', '.join(sorted(train.roles | heldout.roles)) or 'none'}); give some in which the role 'assistant' speaks"
+                f"{', or raise model.context' if train.truncated else ''}"
             )
         if self._validation is not None and not heldout.characters:
             raise DataError(f"data.validation: '{self._validation.path}' has no text; check the files, or leave it out")
         if not train.characters and self._share < 1:
             raise DataError(f"data.path: '{self._corpus.path}' has too little text to train on; add some")
         if not heldout.characters and self._share:
+            silent = f" (nothing counts in {plural(heldout.silent, 'conversation')})" if heldout.silent else ""
             raise DataError(
-                f"data.heldout: {documents} documents give nothing to hold out at a share of {self._share}; raise it, add "
+                f"data.heldout: {documents} documents give nothing to hold out at a share of {self._share}{silent}; raise it, add "
                 f"text, give data.validation, or set it to 0"
             )
 
@@ -335,6 +338,8 @@ class _Side:
     def __init__(self, path: Path, encoder: Encoder, vocab: int) -> None:
         self.characters = self.bytes = self.tokens = self.special = self.unknown = 0
         self.padding = self.truncated = self.cut = self.silent = 0
+        self.roles: set[str] = set()
+        """Some of the roles in conversations."""
         self.dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
         self._file = path.open("wb")
         self._encoder, self._documents, self._vocab = encoder, Documents(encoder), vocab
@@ -406,7 +411,10 @@ class _Conversations(_Side):
         return self._counted
 
     def add(self, part: Part, pieces: Iterable[str]) -> None:
-        rendered = self._template.rendered(json.loads("".join(pieces)), part.place)
+        chat = json.loads("".join(pieces))
+        if len(self.roles) < _ROLES:
+            self.roles |= {message["role"] for message in chat["messages"]}
+        rendered = self._template.rendered(chat, part.place)
         marked = tokens_of(self._encoder, rendered)
         self.truncated += len(marked) > self._row
         self.cut += max(0, len(marked) - self._row)

@@ -513,3 +513,7 @@ class RunPrepared(Event):
     """Peers that the run waits for; 0: as many as come."""
     devices: list[str]
     """The device of each process of the machine that prepared the run."""
+    date: str = ""
+    """The date that the chat template prints; empty: it prints none."""
+    examples: list[list[str]] = field(default_factory=list)
+    """Of a new run on conversations, the first ones, as ``data.shown.examples`` gives them."""

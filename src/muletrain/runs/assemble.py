@@ -41,12 +41,14 @@ from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.model.native import is_native
 from muletrain.model.stage import initial_weight
 from muletrain.model.traced.adapter import described, first_weight, read_config, reader
+from muletrain.model.traced.architecture import transposed
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
 from muletrain.model.traced.folder import (
     base_kind,
     check_config,
     import_traced,
+    load_base,
     load_traced,
     run_context,
     traced_in,
@@ -353,7 +355,11 @@ def _adapters_weights(facts: RunFacts, shapes: Mapping[str, tuple[int, ...]]) ->
     adapter, seed = facts.config.adapter, facts.config.train.seed
     if adapter.from_ is not None:
         return reader(Path(adapter.from_))
-    return lambda name: first_weight(name, shapes[name], seed)
+    spec, folder = facts.spec, Path(facts.config.model.from_ or "")
+    assert isinstance(spec, TracedModel)
+    base = functools.cache(lambda: load_base(folder, spec, adapter.base))
+    turned = transposed(spec.architecture) if adapter.dora else frozenset[str]()
+    return lambda name: first_weight(name, shapes[name], seed, lambda of: base()(of).float(), turned)
 
 
 def _given_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor]:

@@ -45,7 +45,7 @@ MEMORY_SHARE = 0.5
 BATCH = 16
 """Most sequences in one batch."""
 LOGITS = 1 << 26
-"""Most logits in one batch: 256 MB, of which two or three copies live at once."""
+"""Most logits in one batch: 256 MB, of which two or three copies live at once where they are not computed in chunks."""
 PROMPTS = ("The ", "If the ", "A class ")
 QUESTIONS = ("Hello!", "What is two plus two?", "Tell me a story.")
 """Beginnings of text, and questions to a model that was trained on conversations."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from muletrain.data.chat import prints_date
 from muletrain.data.microbatch import sequence_length
 from muletrain.data.samples import SampleData
+from muletrain.data.shown import examples
+from muletrain.errors import DataError
 from muletrain.events import RunPrepared
 from muletrain.model.traced.chain import TracedModel
 from muletrain.strategies import listed_of
@@ -14,9 +17,13 @@ from muletrain.units import format_count
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from muletrain.config.model_sections import DataConfig
     from muletrain.data.samples import Data
     from muletrain.data.tokens import TokenCache
     from muletrain.runs.assemble import RunFacts
+
+EXAMPLES, EXAMPLE = 3, 600
+"""Conversations that are shown before a run, and characters of each."""
 
 
 def summary_of(facts: RunFacts, data: Data, devices: Sequence[str], first_step: int = 0) -> RunPrepared:
@@ -55,7 +62,16 @@ def summary_of(facts: RunFacts, data: Data, devices: Sequence[str], first_step: 
         stages=config.fleet.stages,
         peers=config.fleet.peers or 0,
         devices=list(devices),
+        date=config.data.date if prints_date(config.data) else "",
+        examples=_examples(config.data) if config.data.counts and not first_step else [],
     )
+
+
+def _examples(data: DataConfig) -> list[list[str]]:
+    try:
+        return [*examples(data, EXAMPLES, EXAMPLE)]
+    except DataError:  # the tokens come from the cache, and a data set of the Hub is out of reach
+        return []
 
 
 def _positions(facts: RunFacts) -> int:

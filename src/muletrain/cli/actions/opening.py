@@ -9,6 +9,7 @@ import shutil
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from muletrain.cli.actions.planned import follows, planned
@@ -19,6 +20,7 @@ from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_located, located
 from muletrain.data.chat import resolved
 from muletrain.data.corpus import absolute
+from muletrain.data.shown import examples
 from muletrain.errors import CheckpointError, ConfigError, MuletrainError
 from muletrain.events import EventLog
 from muletrain.model.hf_hub import is_hub_name
@@ -29,7 +31,6 @@ from muletrain.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from rich.console import Console
 
@@ -286,18 +287,30 @@ def prepare(
     """Check model, device and profile, and tokenise the corpus. ``checkpoint``: of a resumed run; contains a model to
     use if the configured one is gone. ``reads``: the peers will read the weights of ``model.from``, so check all."""
     from muletrain.compute.probe import pick_device
+    from muletrain.model.traced.adapter import check_tensors
     from muletrain.runs.assemble import RunFacts, check_first_weights, resolve_start
 
+    given, source = config, config.model.from_
+    later = checkpoint is None and source is not None and is_hub_name(source)  # the data may be wrong, too
+    console = make_console(sys.stderr)
+    say = functools.partial(console.print, soft_wrap=True, markup=False)
+
+    def check_weights(config: RunConfig) -> None:
+        if reads and source is not None:
+            with doing("checking the first weights") as tell:
+                check_first_weights(RunFacts.of(config), tell)
+
     with doing("reading the model"):
-        say = make_console(sys.stderr).print
         try:
-            config = resolve_start(config, note=lambda text: say(text, soft_wrap=True, markup=False))
+            config = resolve_start(given, weights=not later, note=say)
         except CheckpointError as e:
             if checkpoint is None or checkpoint.config.model.given != config.model.given:
                 raise
-            say(f"{e}; its sizes are taken from {checkpoint.folder}", soft_wrap=True, markup=False)
+            say(f"{e}; its sizes are taken from {checkpoint.folder}")
             config = config.model_copy(update={"model": checkpoint.config.model})
         facts = RunFacts.of(config)
+        if config.adapter.from_ is not None and checkpoint is None:
+            check_tensors(Path(config.adapter.from_), facts.spec)
     pick_device(config.compute.device)
     fits(config)
     if config.fleet.profile is not None:
@@ -305,19 +318,30 @@ def prepare(
             load_fleet(config.fleet.profile, peers=config.fleet.local_peers + (config.hub.clients or 0))
         except ConfigError as e:
             raise ConfigError(f"fleet.profile: {e}") from e
-    if reads and config.model.from_ is not None:
-        with doing("checking the first weights") as tell:
-            check_first_weights(facts, tell)
     if config.train.data_offset < 0 and checkpoint is None:
         raise ConfigError(f"train.data_offset: {config.train.data_offset} lies before the data; give 0 or more")
-    with doing("reading the text" if config.data.factory is None else "reading samples") as tell:
+    if later and config.data.tokenizer == "train":
+        config = _with(config, "data", tokenizer=source)
+    reading = "reading the text" if config.data.factory is None else "reading samples"
+    with doing(reading):
         config = config.model_copy(update={"data": resolved(config.data)})
-        facts = RunFacts.of(config)
+        if source is not None and checkpoint is None and config.data.factory is None:
+            next(examples(config.data, 1, 1), None)  # raises if columns or template do not fit the first row
+    if not later:
+        check_weights(config)
+    facts = RunFacts.of(config)
+    with doing(reading) as tell:
         data = facts.data(lambda done: tell(done, None if config.data.factory else "tokenising the text"))
-    source = facts.source(data)  # raises if the corpus is shorter than one sequence
+    windows = facts.source(data).windows  # raises if the corpus is shorter than one sequence
+    if later:
+        with doing("fetching the model"):
+            config = resolve_start(given, note=say)
+            config = config.model_copy(update={"data": resolved(config.data)})
+        fits(config)
+        check_weights(config)
     if config.train.epochs is not None:
-        config = with_epochs(config, source.windows)
-        facts = RunFacts.of(config)
+        config = with_epochs(config, windows)
+    facts = RunFacts.of(config)
     facts.heldout(data)  # raises if a module's own loss could not be measured
     return Prepared(config, facts, data)
 

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import json as jsonlib
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
 from muletrain.cli.show.console import make_console
 from muletrain.cli.show.doing import doing
+from muletrain.cli.show.summary import dated, example
 from muletrain.cli.show.tables import new_table
 from muletrain.config.load import load_config
-from muletrain.data.chat import Rendered, Template, columns_of, resolved
-from muletrain.data.corpus import Corpus, absolute
+from muletrain.data import shown
+from muletrain.data.chat import prints_date, resolved
+from muletrain.data.corpus import absolute
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import ConfigError
-from muletrain.units import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from muletrain.config.model_sections import DataConfig
+    from collections.abc import Sequence
 
 SHOWN = 1500
 """Characters of an example."""
-LEARNED, READ = "green", "dim"
 
 
 def show_data(path: str, overrides: Sequence[str], examples: int, *, json: bool) -> None:
@@ -65,7 +60,7 @@ def show_data(path: str, overrides: Sequence[str], examples: int, *, json: bool)
     table.add_row("sequences", f"of {facts.spec.context:,} tokens", f"{source.windows:,}", "")
     table.add_row("steps in an epoch", f"of {train.batch:,} sequences", f"{about['steps_per_epoch']:,.1f}", "")
     console.print(table)
-    for line in stats.changes():
+    for line in [*stats.changes(), *([dated(data.date)] if prints_date(data) else [])]:
         console.print(line)
     if data.counts:
         console.print(
@@ -73,28 +68,5 @@ def show_data(path: str, overrides: Sequence[str], examples: int, *, json: bool)
             if data.pack
             else "each conversation has a sequence of its own"
         )
-    for place, shown in itertools.islice(_examples(data), examples):
-        console.print(f"\n[bold]{printable(place)}[/bold]", highlight=False)
-        console.print(_coloured(shown))
-
-
-def _examples(data: DataConfig) -> Iterator[tuple[str, Rendered]]:
-    """Documents as they are trained, with their places."""
-    template = Template(data.chat_template or "", data.loss_on) if data.counts else None
-    for document in Corpus(data.path, columns_of(data)).documents():
-        if template is not None:
-            yield document.place, template.rendered(jsonlib.loads("".join(document.pieces())), document.place)
-            continue
-        text, size = [], 0
-        for piece in document.pieces():
-            text.append(piece)
-            if (size := size + len(piece)) > SHOWN:
-                break
-        yield document.place, Rendered("".join(text), [(0, size)])
-
-
-def _coloured(shown: Rendered) -> Text:
-    text = Text(printable(shown.text[:SHOWN], lines=True), style=READ)
-    for begin, end in shown.counted:
-        text.stylize(f"not dim {LEARNED}", begin, end)
-    return text + Text(" ..." if len(shown.text) > SHOWN else "")
+    for found in shown.examples(data, examples, SHOWN):
+        console.print(example(found))

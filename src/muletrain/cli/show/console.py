@@ -20,7 +20,7 @@ from rich.text import Text
 from muletrain import events as ev
 from muletrain.cli.show.final_report import final_report
 from muletrain.cli.show.measured_fleet import fleet_tables
-from muletrain.cli.show.summary import summary_table
+from muletrain.cli.show.summary import example, summary_table
 from muletrain.cli.show.tables import new_table
 from muletrain.runs.measure.quality import Quality
 from muletrain.runs.session import Silent
@@ -115,6 +115,8 @@ class LiveConsole(Silent):
             self.console.print(fleet_tables(event))
         if isinstance(event, ev.RunPrepared):
             self.console.print(summary_table(event))
+            for found in event.examples if self.console.is_terminal or self.console.is_jupyter else ():
+                self.console.print(example(found))
         if self._live is None and isinstance(event, ev.StepDone) and self._now() >= self._next_line:
             self._print_line()
 

@@ -11,7 +11,11 @@ from rich.text import Text
 from muletrain.units import format_count, plural, printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from muletrain.events import RunPrepared
+
+LEARNED, READ = "green", "dim"
 
 
 def summary_table(e: RunPrepared) -> Table:
@@ -22,6 +26,15 @@ def summary_table(e: RunPrepared) -> Table:
     for name, lines in (("data", _data(e)), ("steps", _steps(e)), ("model", _model(e)), ("where", _where(e))):
         table.add_row(name, Text(printable("\n".join(lines), lines=True)))
     return table
+
+
+def example(found: Sequence[str]) -> Text:
+    """A document as the model reads it (``data.shown``), with what it learns to write in colour."""
+    place, *pieces = found
+    text = Text(f"\n{printable(place)}\n", style="bold")
+    for number, piece in enumerate(pieces):
+        text.append(printable(piece, lines=True), style=f"not bold {LEARNED if number % 2 else READ}")
+    return text
 
 
 def _data(e: RunPrepared) -> list[str]:
@@ -35,7 +48,14 @@ def _data(e: RunPrepared) -> list[str]:
     if own.get("counted"):
         share = own["padding"] / (e.train + e.heldout)
         lines.append(f"{own['counted']:,} tokens count towards the loss; {share:.0%} of the sequences are padding")
+    if e.date:
+        lines.append(dated(e.date))
     return [*lines, *e.changes]
+
+
+def dated(date: str) -> str:
+    """The remark about a chat template that prints a date."""
+    return f"the chat template prints today's date: always {date} here (data.date)"
 
 
 def _steps(e: RunPrepared) -> list[str]:

@@ -1,5 +1,5 @@
-"""Adapters of ``peft`` (LoRA, Hu et al. 2021) in models of ``transformers``: put in before the model is traced, drawn from
-the run's seed, written to and read from peft's folders.
+"""Adapters of ``peft`` (LoRA, Hu et al. 2021, and DoRA, Liu et al. 2024) in models of ``transformers``: put in before the
+model is traced, drawn from the run's seed, written to and read from peft's folders.
 
 The base keeps its tensors under peft's names ('...q_proj.base_layer.weight') and is not trained.
 """
@@ -21,7 +21,7 @@ from muletrain.config.model_sections import AdapterConfig
 from muletrain.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
     from torch import nn
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME, _BASE, _OUTER = ".default.", ".base_layer.", "base_model.model."
 """The adapter's name and the base's in the names of the traced model; the prefix in peft's files."""
+_MAGNITUDE = ".lora_magnitude_vector."
+"""In the names of DoRA's magnitudes, which peft's files call '...lora_magnitude_vector' alone."""
 _OTHER = (
-    "use_dora",
     "fan_in_fan_out",
     "modules_to_save",
     "layers_to_transform",
@@ -52,6 +53,7 @@ def described(config: AdapterConfig, base: str) -> dict[str, Any]:
         "dropout": config.dropout,
         "targets": config.targets if isinstance(config.targets, str) else sorted(config.targets),
         "rslora": config.rslora,
+        "dora": config.dora,
     }
 
 
@@ -99,9 +101,9 @@ def put_in(model: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
             f"adapter.targets: {adapter['targets']!r} means the experts of {stacked[0]}, too, which are one tensor, and only linear layers "
             f"are adapted; set adapter.targets = {json.dumps(sorted(plain - {'base_layer'}))}, or some of these"
         )
-    for name, parameter in made.named_parameters():
-        side = parameter.shape["lora_A" in name] if is_adapter(name) else adapter["rank"]
-        if adapter["rank"] > side:
+    matrices = ((name, p) for name, p in made.named_parameters() if is_adapter(name) and p.dim() == 2)
+    for name, parameter in matrices:
+        if adapter["rank"] > (side := parameter.shape["lora_A" in name]):
             raise ConfigError(
                 f"adapter.rank: {adapter['rank']}, but {name.partition('.lora_')[0]} has a side of {side}; take a smaller rank, or other "
                 f"adapter.targets"
@@ -118,15 +120,24 @@ def _peft(adapter: Mapping[str, Any], **more: Any) -> Any:
         lora_dropout=adapter["dropout"],
         target_modules=adapter["targets"],
         use_rslora=adapter["rslora"],
+        use_dora=adapter.get("dora", False),
         task_type="CAUSAL_LM",
         **more,
     )
 
 
-def first_weight(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """fp32, as peft begins: A uniform within 1 / sqrt(fan in) (Kaiming, a = sqrt(5)), B zero. Keyed by (seed, name)."""
+def first_weight(
+    name: str, shape: tuple[int, ...], seed: int, base: Callable[[str], Tensor], transposed: Collection[str]
+) -> Tensor:
+    """fp32, as peft begins: A uniform within 1 / sqrt(fan in) (Kaiming, a = sqrt(5)), B zero, magnitudes the norms of the
+    weights of each output. Keyed by (seed, name). ``base``: loads weights of the base; ``transposed``: see
+    ``architecture.transposed``."""
     if ".lora_B." in name:
         return torch.zeros(shape)
+    if _MAGNITUDE in name:
+        layer = name.partition(_MAGNITUDE)[0]
+        norms: Tensor = torch.linalg.vector_norm(base(f"{layer}{_BASE}weight"), dim=0 if layer in transposed else 1)
+        return norms
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
     draws = np.random.Generator(np.random.Philox(key=key)).random(shape, dtype=np.float32)
     bound = 1 / math.sqrt(shape[1])
@@ -139,33 +150,65 @@ def first_weight(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def read_config(folder: Path) -> dict[str, Any]:
     """The fields of ``AdapterConfig`` that a peft folder describes. Raises CheckpointError for another kind of
     adapter."""
-    try:
-        about: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"adapter.from: {folder} holds no adapter of peft ({CONFIG}): {e}") from e
+    about = _described_in(folder, "adapter.from: ")
+    kind, bias = about.get("peft_type"), about.get("bias", "none")
     other = [name for name in _OTHER if about.get(name)]
     if about.get("fan_in_fan_out") and other == ["fan_in_fan_out"]:
         other = []  # follows from the model
-    if about.get("peft_type") != "LORA" or about.get("bias", "none") != "none" or other:
+    if bias != "none":
+        other.append(f"bias = '{bias}'")
+    if kind != "LORA" or other:
+        what = f"of the type {kind}" if kind != "LORA" else f"with {', '.join(other)}"
         raise CheckpointError(
-            f"adapter.from: {folder} is an adapter with {', '.join(other) or about.get('peft_type') or 'bias'}, and only plain LoRA is "
-            f"trained further"
+            f"adapter.from: {folder} is an adapter {what}, and only LoRA and DoRA are trained further; merge it into its model "
+            f"(merge_and_unload of peft), and train that"
         )
     targets = about.get("target_modules")
-    return {
-        "rank": int(about["r"]),
-        "alpha": float(about["lora_alpha"]),
-        "targets": targets if isinstance(targets, str) else sorted(targets or ()),
-        "rslora": bool(about.get("use_rslora")),
-    }
+    try:
+        return {
+            "rank": int(about["r"]),
+            "alpha": float(about["lora_alpha"]),
+            "targets": targets if isinstance(targets, str) else sorted(targets or ()),
+            "rslora": bool(about.get("use_rslora")),
+            "dora": bool(about.get("use_dora")),
+        }
+    except (KeyError, TypeError, ValueError) as e:
+        raise CheckpointError(
+            f"adapter.from: {folder / CONFIG} has no valid r, lora_alpha and target_modules ({e!r}); save the adapter again"
+        ) from e
+
+
+def _described_in(folder: Path, field: str = "") -> dict[str, Any]:
+    try:
+        about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{field}{folder} holds no adapter of peft ({CONFIG}): {e}") from e
+    if not isinstance(about, dict):
+        raise CheckpointError(f"{field}{folder / CONFIG} is no JSON object; save the adapter again")
+    return about
+
+
+def check_tensors(folder: Path, model: Any) -> None:
+    """Raises CheckpointError if the adapter in a peft folder has other tensors than ``model``, a ``TracedModel``. No tensor
+    is read."""
+    wanted = {_stored(name): tuple(shape) for name, shape in model.shapes.items() if is_adapter(name)}
+    try:
+        with safetensors.safe_open(folder / WEIGHTS, framework="pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 # no mapping
+    except Exception as e:  # of the Rust side
+        raise CheckpointError(f"adapter.from: cannot read {folder / WEIGHTS}: {e}") from e
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            theirs, ours = (f"{of[name]}" if name in of else "none" for of in (found, wanted))
+            raise CheckpointError(
+                f"adapter.from: {folder / WEIGHTS} has {theirs} for {name.removeprefix(_OUTER)}, and the model {ours}; it is an "
+                f"adapter of another model: give that as model.from"
+            )
 
 
 def base_of(folder: Path) -> str:
     """The folder or name of the model that an adapter in a peft folder belongs to. Raises CheckpointError."""
-    try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{folder}: cannot read {CONFIG}: {e}") from e
+    found = _described_in(folder).get("base_model_name_or_path")
     if not isinstance(found, str):
         raise CheckpointError(
             f"{folder}: {CONFIG} names no base_model_name_or_path, the model that the adapter belongs to; add it"
@@ -217,7 +260,7 @@ def write_adapter(folder: Path, adapter: Mapping[str, Any], weights: Mapping[str
 
 
 def _stored(name: str) -> str:
-    return _OUTER + name.replace(_NAME, ".")
+    return _OUTER + name.replace(f"{_MAGNITUDE}default.weight", _MAGNITUDE[:-1]).replace(_NAME, ".")
 
 
 def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -230,6 +273,7 @@ def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
     ]
     for path, layer in layers:
         own = {name: weights[f"{path}.{name}"] for name, _ in layer.named_parameters()}
-        layer.load_state_dict(own, assign=True)
-        found[f"{path}.weight"] = weights[f"{path}.base_layer.weight"] + layer.get_delta_weight("default").detach()
+        layer.load_state_dict(own | {"base_layer.weight": own["base_layer.weight"].clone()}, assign=True)
+        layer.merge()
+        found[f"{path}.weight"] = layer.get_base_layer().weight.detach()
     return found

@@ -7,22 +7,26 @@ The configuration may come from another machine. The configuration selects an ar
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from muletrain.errors import ConfigError
+from muletrain.model import chain
+from muletrain.model.loss import Head
 from muletrain.model.module import StageModule
 from muletrain.model.traced.adapter import put_in
 from muletrain.model.traced.export import INSIDE, first_line, first_names
 from muletrain.model.traced.outline import ADAPTER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from muletrain.model.chain import Model
     from muletrain.model.dropout import Masks
@@ -65,10 +69,47 @@ class Whole(StageModule):
     def caches(self) -> Mapping[int, Any]:
         return {0: _Written()}
 
-    @property
+    @functools.cached_property
     def loss_tokens(self) -> int:
-        """All: the model's class computes the logits together."""
-        return sys.maxsize
+        """As many as in training, if the model's class computes the logits of each token by itself."""
+        return max(1, chain.LOSS_CHUNK // (chain.LOSS_BYTES * self.spec.vocab)) if self._by_token() else sys.maxsize
+
+    def _by_token(self) -> bool:
+        """Are a few logits the same in chunks? No property of a class of ``transformers`` tells."""
+        tokens = torch.arange(2 * min(8, self.spec.context), device=next(self.parameters()).device)
+        tokens = tokens.remainder(self.spec.vocab).reshape(2, -1)
+        with torch.no_grad(), suppress(Exception):  # of any class of transformers
+            whole, head = self(tokens).flatten(0, 1), self.before_head(tokens, None)
+            pieces = torch.split(head.values[0].flatten(0, 1), 3)
+            parts = torch.cat([head.logits([piece[None]])[0] for piece in pieces])
+            return torch.allclose(parts, whole, rtol=1e-4, atol=1e-4)
+        return False
+
+    def before_head(self, inputs: Tensor, masks: Masks | None) -> Head:
+        """See ``StageModule``. The model's class computes its head from the outputs of its inner model, which are
+        computed once, and handed to it in pieces."""
+        model: Any = self.model
+        base = model.base_model
+        plain, found = base.forward, list[Any]()
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            out = plain(*args, **kwargs)
+            found.extend((out, out.last_hidden_state))
+            out["last_hidden_state"] = out.last_hidden_state[:, :1]  # one token's logits, which nobody reads
+            return out
+
+        with _answering(base, first):
+            model(input_ids=inputs, use_cache=False)
+        out, values = found
+
+        def logits(pieces: Sequence[Tensor]) -> Tensor:
+            (out["last_hidden_state"],) = pieces
+            with _answering(base, lambda *_, **__: out):
+                computed: Tensor = model(input_ids=inputs, use_cache=False).logits
+            return computed
+
+        outer = [child for child in model.children() if child is not base]
+        return Head(logits, [values], [p for child in outer for p in child.parameters() if p.requires_grad])
 
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
         model = self.model
@@ -76,6 +117,20 @@ class Whole(StageModule):
             model(input_ids=inputs, use_cache=False).logits if caches is None else caches[0].goes_on(model, inputs)
         )
         return logits
+
+
+@contextmanager
+def _answering(base: nn.Module, answer: Callable[..., Any]) -> Iterator[None]:
+    """Within the context, calls of ``base`` are calls of ``answer``."""
+    before = base.__dict__.get("forward")
+    base.forward = answer
+    try:
+        yield
+    finally:
+        if before is None:
+            del base.forward
+        else:
+            base.forward = before
 
 
 class _Written:
@@ -194,6 +249,13 @@ def _built(auto: Any, hf: Any, dtype: torch.dtype) -> Any:
         return auto.from_config(hf, attn_implementation="sdpa", dtype=dtype)
     except ValueError:  # no implementation with scaled_dot_product_attention
         return auto.from_config(hf, attn_implementation="eager", dtype=dtype)
+
+
+@functools.lru_cache(maxsize=4)
+def transposed(architecture: str) -> frozenset[str]:
+    """Layers with an adapter whose weights are [in, out], as GPT-2's are. ``architecture``: as in ``ModelConfig``."""
+    modules = build(json.loads(architecture)).named_modules()
+    return frozenset(path for path, module in modules if getattr(module, "fan_in_fan_out", False))
 
 
 def turning(model: nn.Module) -> list[nn.Module]:
