@@ -186,9 +186,14 @@ def status(view: RunView, now: float | None = None) -> RenderableType:
 def _progress(view: RunView, now: float | None) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=max(1, view.steps), completed=view.step, width=30)
-    speed = f"{_rate(view.pace.tokens_per_s(now))} tokens/s"
-    grid.add_row(bar, f"step {view.step}/{view.steps or '?'}", _loss(view), speed, _left(view, now))
+    grid.add_row(bar, *progress_words(view, now))
     return grid
+
+
+def progress_words(view: RunView, now: float | None = None) -> tuple[str, str, str, str]:
+    """Step, loss, speed and time left. ``now``: see ``Pace``."""
+    speed = f"{_rate(view.pace.tokens_per_s(now))} tokens/s"
+    return f"step {view.step}/{view.steps or '?'}", _loss(view), speed, _left(view, now)
 
 
 def _peers(view: RunView) -> RenderableType:
