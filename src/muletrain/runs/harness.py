@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from muletrain.compute.probe import pick_device
 from muletrain.errors import CheckpointError, ConfigError, MuletrainError
 from muletrain.model.traced.adapter import CONFIG
 from muletrain.runs.exporting import export
@@ -22,6 +23,8 @@ from muletrain.runs.result import check_memory
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+BATCH = 8
+"""Requests that a CPU computes at once; on a GPU, lm-eval finds how many fit."""
 INSTALL = 'pip install "muletrain[eval]"'
 
 
@@ -67,9 +70,11 @@ def benchmarks(
         raise ConfigError(f"--include {include}: no such folder; give the one that has the tasks' YAML files")
     known = TaskManager(include_path=None if include is None else str(include))
     _check(tasks, known)
+    device = str(pick_device("auto"))
+    size: int | str = "auto" if device.startswith("cuda") else BATCH
     with _as_pretrained(where) as about:
         try:
-            lm = HFLM(**about, dtype="float32", batch_size="auto")
+            lm = HFLM(**about, dtype="float32", device=device, batch_size=size)
             found = simple_evaluate(
                 lm, tasks=list(tasks), task_manager=known, num_fewshot=shots, limit=limit, log_samples=False
             )
