@@ -133,7 +133,7 @@ def test_lists_of_token_ids_train_and_continue() -> None:
 
 
 def test_a_callback_gets_the_model_of_every_few_steps() -> None:
-    run = muletrain.train(**TINY, checkpoint={"every": 2, "keep": 1}, wait=False, show=False)
+    run = muletrain.train(**TINY, checkpoint={"every": 2, "keep": 3}, wait=False, show=False)
     shapes: dict[int, tuple[int, ...]] = {}
 
     @run.on(muletrain.events.CheckpointWritten)

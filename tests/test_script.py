@@ -22,11 +22,13 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from muletrain import given, script
 from muletrain.config import trusted
+from muletrain.config.load import load_config
 from muletrain.config.model_sections import DataConfig
 from muletrain.data.samples import SampleData
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import ConfigError
 from muletrain.given import Given
+from muletrain.runs.assemble import resolve_start
 
 from .chats import SMOLLM_3, chat_tokenizer, chats
 from .traced_models import new_model
@@ -271,6 +273,25 @@ def test_local_classes_and_lambdas_of_a_script_travel(here: Path) -> None:
     module = trusted.imported("model.factory", name)()
     assert type(module).__name__ == "Local"
     assert module(torch.zeros(1, 2), 2 * module.layer.bias.detach()).item() == 0
+
+
+class Distance(nn.Module):
+    """Numbers [B, 4] -> numbers; the loss is a plain mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return ((x - wanted) ** 2).mean()
+
+
+def test_a_module_whose_loss_is_a_plain_mean_is_traced() -> None:
+    found = Given("run", None, Distance(), TensorDataset(torch.rand(40, 4), torch.rand(40, 4)), None, {})
+    config = resolve_start(load_config(None, found.arguments[1::2]))
+    assert config.model.layers == 3
 
 
 # What cannot be given ---------------------------------------------------------------------------------------------------
