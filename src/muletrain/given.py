@@ -120,7 +120,7 @@ class Given:
                 "adapter and give adapter={'from': FOLDER}"
             )
         end = getattr(getattr(model, "config", None), "eos_token_id", None)
-        self._end = end[0] if isinstance(end, list) and end else end
+        self._end = next(iter(end), None) if isinstance(end, list) else end
         folder = self._place() / "model"
         for thing in filter(None, (model, tokenizer)):
             thing.save_pretrained(folder)
