@@ -72,5 +72,7 @@ def test_a_notebook_trains_an_adapter_and_shows_progress(tmp_path: Path) -> None
     shown = "".join(output.data.get("text/html", "") for output in outputs if "data" in output)
     said = "".join(output.text for output in outputs if output.output_type == "stream")
     assert '<progress value="3" max="3"' in shown
+    assert "peer-0" in shown
+    assert "\x1b" not in shown, "colours of a terminal"
     assert "held-out loss" in said
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").exists()

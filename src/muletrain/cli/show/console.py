@@ -175,7 +175,7 @@ def status(view: RunView, now: float | None = None) -> RenderableType:
     if view.missing:
         parts.append(Text("waiting: " + ", ".join(view.missing), style="yellow"))
     if view.peers:
-        parts.append(_peers(view))
+        parts.append(peers_table(view))
         if not view.whole:
             parts.append(Text("this machine's peers; 'muletrain status' shows all", style="dim"))
     if view.clients:
@@ -196,7 +196,8 @@ def progress_words(view: RunView, now: float | None = None) -> tuple[str, str, s
     return f"step {view.step}/{view.steps or '?'}", _loss(view), speed, _left(view, now)
 
 
-def _peers(view: RunView) -> RenderableType:
+def peers_table(view: RunView) -> RenderableType:
+    """The peers of every stage."""
     table = new_table("", ("stage", "peer", "state", "device"), ("step", "microbatches", "idle", "sent"))
     for stage, peers in view.stages(present=True).items():
         if not peers:

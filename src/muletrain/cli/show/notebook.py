@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from muletrain.cli.show.console import PLAIN_WIDTH, LiveConsole, SafeConsole, progress_words, status
+from muletrain.cli.show.console import PLAIN_WIDTH, LiveConsole, SafeConsole, peers_table, progress_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,12 +29,17 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
+def _plain(file: io.StringIO) -> SafeConsole:
+    """A console without colours, whatever the kernel's environment says."""
+    return SafeConsole(file=file, width=PLAIN_WIDTH, force_jupyter=False, force_terminal=False, color_system=None)
+
+
 class NotebookConsole(LiveConsole):
     """Like ``LiveConsole``, in the output of a cell."""
 
     def __init__(self, view: RunView, now: Callable[[], float] = time.monotonic) -> None:
         self._text = io.StringIO()
-        super().__init__(view, SafeConsole(file=self._text, width=PLAIN_WIDTH, force_jupyter=False), now=now)
+        super().__init__(view, _plain(self._text), now=now)
         self._handle: Any = None
         self._drawn = -math.inf
 
@@ -64,12 +69,13 @@ class NotebookConsole(LiveConsole):
 
     def drawn(self) -> str:
         """The HTML. Text of other machines is escaped."""
-        peers = SafeConsole(file=io.StringIO(), width=PLAIN_WIDTH, force_jupyter=False)
-        peers.print(status(self.view, time.time()))
         said = "\n".join(self._text.getvalue().rstrip().split("\n")[-LINES:])
         bar = f'<progress value="{self.view.step}" max="{max(1, self.view.steps)}" style="width: 20em"></progress>'
         parts = [f"<div>{bar} {html.escape('  '.join(progress_words(self.view)))}</div>"]
         if self.view.peers:
-            table = peers.file.getvalue().rstrip()  # type: ignore[attr-defined]
-            parts.append(f"<details><summary>peers</summary><pre>{html.escape(table)}</pre></details>")
+            peers = io.StringIO()
+            _plain(peers).print(peers_table(self.view))
+            parts.append(
+                f"<details><summary>peers</summary><pre>{html.escape(peers.getvalue().rstrip())}</pre></details>"
+            )
         return "".join([*parts, f"<pre>{html.escape(said)}</pre>" if said else ""])
