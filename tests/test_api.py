@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import datasets
 import pytest
 import torch
 
@@ -65,7 +66,7 @@ def test_rows_and_a_model_of_the_script_become_an_adapter(here: Path) -> None:
     run = muletrain.train(
         model=model,
         tokenizer=tokenizer,
-        data=chats(40),
+        data=datasets.Dataset.from_list(chats(40)),
         adapter={"rank": 4, "targets": ["q_proj", "v_proj"]},
         train={"epochs": 1, "batch": 4, "microbatch": 2},
         fleet={"peers": 1, "stages": 1},

@@ -69,7 +69,8 @@ EXECUTES = {
 }
 """Modules and functions that run code found in data."""
 READS_THE_SCRIPT = Path("script.py")
-"""Reads files that this user's own script wrote, after it compared owner, mode and digest (``tests/test_script.py``)."""
+"""Reads files that this user's own script wrote, after it compared owner, mode and a digest with this user's key
+(``tests/test_script.py``)."""
 PURE = LAYERS[-1] | {"planning", "strategies", "policy"}
 
 

@@ -65,6 +65,24 @@ def test_a_killed_kernel_leaves_no_process(kernel: KernelManager, tmp_path: Path
     wait_for_none_in(tmp_path, 60)
 
 
+def test_the_stop_button_ends_the_run_in_order(kernel: KernelManager, tmp_path: Path) -> None:
+    """With a checkpoint; the kernel goes on."""
+    client = kernel.client()
+    client.start_channels()
+    client.wait_for_ready(timeout=120)
+    answer(client, CELL)
+    client.execute("run.wait()")
+    while client.get_iopub_msg(timeout=60)["content"].get("execution_state") != "busy":
+        pass
+    kernel.interrupt_kernel()
+    assert client.get_shell_msg(timeout=240)["content"]["ename"] == "KeyboardInterrupt"
+    shown = answer(client, "run.wait().checkpoint.step == run.step > 0")
+    assert [data["text/plain"] for data in shown if "text/plain" in data][-1] == "True"
+    kernel.signal_kernel(signal.SIGKILL)
+    client.stop_channels()
+    wait_for_none_in(tmp_path, 60)
+
+
 def test_this_is_no_notebook() -> None:
     assert not in_notebook()
 

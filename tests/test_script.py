@@ -232,7 +232,7 @@ def test_no_process_reads_what_its_user_did_not_name(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (lambda path: path.write_bytes(path.read_bytes() + b"0"), "its content is not what the script wrote"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"0"), "no script of yours wrote this content"),
         (lambda path: path.chmod(0o644), "others than you can write or read it"),
         (lambda path: path.unlink(), "in none of the run folders here"),
     ],
@@ -244,6 +244,17 @@ def test_a_file_that_is_not_as_it_was_written_is_not_read(spoil: Callable[[Path]
     trusted.trust(name)
     with pytest.raises(ConfigError, match=why):
         trusted.imported("model.factory", name)()
+
+
+def test_the_run_folder_of_someone_else_brings_nothing_that_runs(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    """Even if it is named: the digest of another user, or of another machine, is another one."""
+    name = fields(model=Net())["model.factory"]
+    trusted.trust(name)
+    assert isinstance(trusted.imported("model.factory", name)(), Net)
+    monkeypatch.setenv("XDG_DATA_HOME", str(here / "mine"))
+    with pytest.raises(ConfigError, match="no script of yours wrote this content on this machine"):
+        trusted.imported("model.factory", name)()
+    assert stat.S_IMODE((here / "mine" / "muletrain" / script.KEY).stat().st_mode) == 0o600
 
 
 LOCAL = """

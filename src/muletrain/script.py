@@ -3,8 +3,9 @@
 Nobody can import a class of a script or of a notebook's cell. So ``muletrain.api`` pickles the object (``cloudpickle``
 writes such classes by value) into RUN/script, where only this user can read, and names it by its content:
 ``muletrain.script:module_0123456789abcdef``. That name is a factory as any other (``config.trusted``): a process reads
-the file only if the user of this machine named it, and only if the content has this digest. Nothing of it goes to
-another machine.
+the file only if the user of this machine named it, and only if the content has this digest. A secret key of the user
+enters the digest, so a run folder that comes from elsewhere brings nothing that runs. Nothing of it goes to another
+machine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import functools
 import hashlib
 import os
 import re
+import secrets
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 PREFIX = f"{__name__}:"
 FOLDER = "script"
 """In the run folder, for all that comes from the script."""
+KEY = "script.key"
+"""File of the user's key, in ~/.local/share/muletrain."""
 _NAME = re.compile(r"(module|samples)_([0-9a-f]{16})")
 _folders: list[Path] = []
 
@@ -129,7 +134,9 @@ def _read(name: str) -> Any:
             f"(chmod 600)"
         )
     if _digest(path) != name.rpartition("_")[2]:
-        raise ConfigError(f"{path}: its content is not what the script wrote; begin anew from the script")
+        raise ConfigError(
+            f"{path}: no script of yours wrote this content on this machine; begin a run here from the script, or use a package"
+        )
     try:
         return torch.load(path, map_location="cpu", weights_only=False, mmap=True)[1]
     except (Exception, SystemExit) as e:  # of the user's code
@@ -140,5 +147,25 @@ def _read(name: str) -> Any:
 
 
 def _digest(path: Path) -> str:
+    key = _key()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(key=key, digest_size=8)).hexdigest()
+
+
+def _key() -> bytes:
+    """The user's key; made if there is none. Raises ConfigError."""
+    folder = Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "muletrain"
+    path, partial = folder / KEY, folder / f".{KEY}.{secrets.token_hex(4)}"
+    try:
+        if not path.exists():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(32))
+            with suppress(FileExistsError):  # another process was first
+                os.link(partial, path)
+            partial.unlink()
+        return path.read_bytes()
+    except OSError as e:
+        raise ConfigError(
+            f"{path}: cannot be written ({e.strerror}); set XDG_DATA_HOME to a folder that you can write to"
+        ) from e
