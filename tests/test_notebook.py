@@ -71,7 +71,7 @@ def test_the_stop_button_ends_the_run_in_order(kernel: KernelManager, tmp_path: 
     client.start_channels()
     client.wait_for_ready(timeout=120)
     answer(client, CELL)
-    client.execute("run.wait()")
+    client.execute("run.wait()", stop_on_error=False)
     while client.get_iopub_msg(timeout=60)["content"].get("execution_state") != "busy":
         pass
     kernel.interrupt_kernel()
