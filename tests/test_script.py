@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
+import pandas
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,6 +116,7 @@ def rows_of(path: str) -> list[dict[str, Any]]:
         ((text for text in ("one", "two")), {"text": "one"}),
         ([{"text": "one"}, {"text": "two"}], {"text": "one"}),
         (datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}]), {"text": "one"}),
+        (pandas.DataFrame([{"text": "one"}, {"text": "two"}]), {"text": "one"}),
         (datasets.Dataset.from_list([{"prompt": "one", "completion": "1"}] * 2), {"prompt": "one", "completion": "1"}),
         (datasets.Dataset.from_list([{"text": "one"}] * 2).to_iterable_dataset(), {"text": "one"}),
     ],
@@ -303,6 +305,28 @@ def test_a_module_whose_loss_is_a_plain_mean_is_traced() -> None:
     found = Given("run", None, Distance(), TensorDataset(torch.rand(40, 4), torch.rand(40, 4)), None, {})
     config = resolve_start(load_config(None, found.arguments[1::2]))
     assert config.model.layers == 3
+
+
+BESIDE = """
+import helper
+from muletrain.given import Given
+print(Given("run", None, helper.Helper(), None, None, {}).factories[0])
+"""
+
+
+def test_a_module_may_come_from_a_file_beside_the_script(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the script was called."""
+    (here / "own").mkdir()
+    (here / "own" / "helper.py").write_text(
+        "import torch\nclass Helper(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(2, 2)\n"
+    )
+    (here / "own" / "main.py").write_text(BESIDE)
+    done = subprocess.run([sys.executable, "own/main.py"], capture_output=True, text=True, check=True)
+    (run,) = (here / "runs").iterdir()
+    script.look_in(run)
+    trusted.trust(name := done.stdout.strip())
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert type(trusted.imported("model.factory", name)()).__name__ == "Helper"
 
 
 # What cannot be given ---------------------------------------------------------------------------------------------------

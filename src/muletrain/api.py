@@ -282,13 +282,16 @@ class Run:
         return self.checkpoint.encoder.tokenizer
 
     def export(self, folder: str | Path, *, merge: bool = False, dtype: str = "fp32") -> Path:
-        """Write a Hugging Face folder, or an adapter (see ``muletrain export``). Raises MuletrainError."""
+        """Write the new folder ``folder`` as ``muletrain export`` does: a Hugging Face folder, an adapter of peft, or a
+        module's weights. ``merge``: a trained adapter is added to the model, and the whole is written. ``dtype`` of the
+        weights: 'fp32', 'bf16' or 'fp16'. Returns the folder. Raises MuletrainError, also for a folder that has files."""
         more = ["--merge"] if merge else []
         _command("export", str(self.folder), "--hf", str(folder), "--dtype", dtype, *more, *_factories())
         return Path(folder)
 
     def push(self, name: str, *, private: bool = True, merge: bool = False) -> str:
-        """Upload ``export`` to the Hugging Face Hub as OWNER/NAME. Returns the address."""
+        """Upload ``export`` to the Hugging Face Hub as OWNER/NAME (``hf auth login`` first). Returns the address. Raises
+        MuletrainError, and the errors of ``huggingface_hub``."""
         from huggingface_hub import HfApi
 
         with tempfile.TemporaryDirectory(prefix="muletrain-push-") as folder:
@@ -376,7 +379,9 @@ def start(
 
 
 def join(ticket: str, *, name: str | None = None, data: str | None = None, show: bool = True) -> Run:
-    """Serve a run with this machine, as ``muletrain join`` does. Returns at once; ``wait`` returns at the end."""
+    """Serve a run with this machine, as ``muletrain join`` does. Returns at once; ``wait`` returns at the end, and raises
+    MuletrainError if the run does not take this machine. ``name``: of this machine in the run. ``data``: path of the run's
+    text on this machine, so that it builds microbatches, too. ``show``: show progress."""
     command = ["join", ticket, *([] if name is None else ["--name", name]), *([] if data is None else ["--data", data])]
     return Run(command, show=show)
 
@@ -397,7 +402,11 @@ def load(where: str | Path, *, factory: Iterable[str] = ()) -> Checkpoint:
 def generate(
     where: str | Path, prompt: str, *, tokens: int = 100, temperature: float = 0.8, chat: bool | None = None
 ) -> str:
-    """The text with which a trained model goes on after ``prompt``, or answers it (see ``muletrain generate``)."""
+    """The text with which a trained model goes on after ``prompt``, or answers it (see ``muletrain generate``).
+
+    ``where``: as for ``load``. ``tokens``: most new ones. ``temperature``: 0 always takes the likeliest token. ``chat``:
+    answer by the chat template, or continue the text; default: as the model was trained. Raises MuletrainError.
+    """
     from muletrain.runs.result import write
 
     checkpoint = load(where)
@@ -437,7 +446,8 @@ def doctor() -> dict[str, Any]:
 def plan(
     fleet: str | Path, *, model: str | None = None, batch: int | None = None, **sections: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The predictions of ``muletrain plan --json`` for the machines of a fleet file."""
+    """The predictions of ``muletrain plan --json`` for the machines of a fleet file. ``model``: a Hugging Face folder or
+    name, or a preset. ``batch``: sequences of a step. ``sections``: as for ``train``. Raises MuletrainError."""
     more = [*([] if model is None else ["--model", model]), *([] if batch is None else ["--batch", str(batch)])]
     found: dict[str, Any] = json.loads(_command("plan", str(fleet), *more, *sets(sections), "--json"))
     return found
@@ -451,7 +461,8 @@ def simulate(
     hours: float | None = None,
     **sections: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The outcome of ``muletrain simulate fleet --json``."""
+    """The outcome of ``muletrain simulate fleet --json``: ``hours`` of training on the machines of a fleet file, in a virtual
+    world. ``model``, ``batch``, ``sections``: as for ``plan``. Raises MuletrainError."""
     more = [*([] if model is None else ["--model", model]), *([] if batch is None else ["--batch", str(batch)])]
     more += [] if hours is None else ["--hours", str(hours)]
     found: dict[str, Any] = json.loads(_command("simulate", "fleet", str(fleet), *more, *sets(sections), "--json"))
