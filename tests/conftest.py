@@ -56,6 +56,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     """The variables that each test begins with. The user's cache stays as it is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         yield {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 

@@ -8,10 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import datasets
 import pytest
 import torch
 
@@ -20,6 +20,7 @@ from muletrain.errors import ConfigError, MuletrainError
 from muletrain.events import RunFinished, RunStarted, StepDone
 
 from .chats import SMOLLM_3, chat_tokenizer, chats
+from .processes import wait_for_none_in, working_in
 from .traced_models import new_model
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def test_rows_and_a_model_of_the_script_become_an_adapter(here: Path) -> None:
     run = muletrain.train(
         model=model,
         tokenizer=tokenizer,
-        data=chats(40),
+        data=datasets.Dataset.from_list(chats(40)),
         adapter={"rank": 4, "targets": ["q_proj", "v_proj"]},
         train={"epochs": 1, "batch": 4, "microbatch": 2},
         fleet={"peers": 1, "stages": 1},
@@ -74,6 +75,87 @@ def test_rows_and_a_model_of_the_script_become_an_adapter(here: Path) -> None:
     )
     assert {f.name for f in run.export("adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     assert (run.export("whole", merge=True) / "model.safetensors").exists()
+
+
+class Classes:
+    """Numbers [4], and a class."""
+
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, k: int) -> tuple[torch.Tensor, int]:
+        return torch.nn.functional.one_hot(torch.tensor(k % 4), 4).float(), k % self.classes
+
+
+class Net(torch.nn.Module):
+    """Numbers [B, 4] -> one of five classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        self.head = torch.nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return torch.nn.functional.cross_entropy(self.head(x), classes)
+
+
+def test_a_module_and_a_dataset_of_the_script_train_and_come_back(here: Path) -> None:
+    """From its weights of now, in two processes."""
+    net = Net()
+    with torch.no_grad():
+        net.head.bias.copy_(torch.tensor([9.0, 0, 0, 0, 0]))
+    settings: dict[str, Any] = {
+        "train": {"steps": 2, "batch": 4, "microbatch": 2},
+        "fleet": {"stages": 2, "peers": 2},
+        "compute": {"threads": 1, "precision": "fp32"},
+        "optimizer": {"lr": 1e-3, "warmup": 0},
+    }
+    run = muletrain.train(model=net, data=Classes(5), show=False, **settings)
+    trained = run.model()
+    assert isinstance(trained, Net)
+    assert 8.9 < trained.head.bias[0] < 9
+    assert not torch.equal(trained.head.bias, net.head.bias)
+    assert run.loss is not None
+    assert (run.export("weights") / "model.safetensors").exists()
+    assert run.folder is not None
+    assert {f.parent for f in (here / "runs").rglob("*.pt")} == {run.folder / "script"}
+
+
+def test_lists_of_token_ids_train_and_continue() -> None:
+    ids = [[k % 7, (k + 1) % 7, (k + 2) % 7, (k + 3) % 7] * 6 for k in range(60)]
+    run = muletrain.train(**(TINY | {"data": ids}), show=False)
+    assert run.folder is not None
+    assert all(word.isdecimal() for word in muletrain.generate(run.folder, "3 4", tokens=3).split())
+
+
+def test_a_callback_gets_the_model_of_every_few_steps() -> None:
+    run = muletrain.train(**TINY, checkpoint={"every": 2, "keep": 3}, wait=False, show=False)
+    shapes: dict[int, tuple[int, ...]] = {}
+
+    @run.on(muletrain.events.CheckpointWritten)
+    def measure(event: muletrain.events.CheckpointWritten) -> None:
+        model = muletrain.load(event.path).model()
+        shapes[event.step] = tuple(model(torch.zeros(1, 4, dtype=torch.int64)).shape)
+
+    run.wait(240)
+    assert shapes == dict.fromkeys((2, 4, 6), (1, 4, 300))
+
+
+def test_other_programs_threads_and_loops_may_train() -> None:
+    """Two runs at once: one from a thread, one inside of a running event loop."""
+
+    async def main() -> list[int]:
+        beside = asyncio.create_task(asyncio.to_thread(lambda: muletrain.train(**TINY, show=False).step))
+        run = muletrain.train(**TINY, show=False, wait=False)
+        steps = [event.step async for event in run.events() if isinstance(event, StepDone)]
+        return [await beside, max(steps)]
+
+    assert asyncio.run(main()) == [6, 6]
 
 
 def test_events_come_while_it_trains_and_a_callback_stops_it() -> None:
@@ -114,7 +196,16 @@ def test_what_a_callback_raises_ends_the_run() -> None:
         (lambda: muletrain.train(modle={"width": 16}), r"modle"),
         (lambda: muletrain.train(train=3), r"train=3: give the fields of the section"),  # type: ignore[arg-type]
         (lambda: muletrain.train(model=7), r"model: int; give a name, a folder"),
-        (lambda: muletrain.train(data=[3]), r"data: row 0 is int; give texts, or dictionaries"),
+        (lambda: muletrain.train(data=[3]), r"data: row 0 is int; give texts, dictionaries"),
+        (
+            lambda: muletrain.train(data=[[3, 2000]]),
+            r"has 2002 tokens, model.vocab = 1024; set model.vocab to at least 2002",
+        ),
+        (
+            lambda: muletrain.train(model=Net(), data=Classes(7)),
+            r"compares 5 classes.*integers up to 6; set model.vocab = 5",
+        ),
+        (lambda: muletrain.train(data=Classes(5)), r"data.factory: its samples are for a module of yours"),
         (lambda: muletrain.train(model="x", tokenizer=object()), r"tokenizer: it belongs to a transformers model"),
         (lambda: muletrain.train(data="nowhere.txt"), r"no such file: .*nowhere.txt"),
         (lambda: muletrain.join("no ticket"), r"ticket"),
@@ -133,35 +224,62 @@ run = muletrain.train(model={"width": 16, "heads": 2, "layers": 2, "context": 16
     fleet={"peers": 2}, compute={"threads": 1, "precision": "fp32"}, wait=False, show=False)
 for event in run.events():
     if event.kind == "step_done":
-        print(run._process.pid, flush=True)
+        print("trains", flush=True)
         break
 sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
-def test_a_script_that_ends_leaves_no_process(how: signal.Signals | None) -> None:
-    """Killed, asked to end, or at its end without ``wait``; without a __main__ guard."""
+OWN = """
+import muletrain, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Mine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = x + layer(x)
+        return ((x - y) ** 2).mean()
+
+def go():
+    data = TensorDataset(torch.randn(60, 4), torch.randn(60, 4))
+    run = muletrain.train(model=Mine(), data=data, train={"steps": 2, "batch": 4, "microbatch": 2}, fleet={"stages": 2, "peers": 2},
+        compute={"threads": 1, "precision": "fp32"})
+    print("trained a", type(run.model()).__name__)
+
+"""
+
+
+@pytest.mark.parametrize("end", ["go()", 'if __name__ == "__main__":\n    go()'])
+def test_a_script_needs_no_guard_and_may_have_one(end: str, here: Path) -> None:
+    """For classes that are the script's own, too."""
+    (here / "mine.py").write_text(OWN + end)
+    done = subprocess.run([sys.executable, "mine.py"], capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout.splitlines()[-1:] == ["trained a Mine"], done.stderr
+    assert done.stdout.count("step 2/2") == 1, "the script ran once"
+
+
+ENDS_S = 60.0
+"""Most seconds to the end of the last process: a checkpoint is written first, and other tests run beside this one."""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, None])
+def test_a_script_that_ends_leaves_no_process(how: signal.Signals | None, here: Path) -> None:
+    """Killed, asked to end, by Ctrl-C, or at its end without ``wait``; without a __main__ guard."""
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as script:
         assert script.stdout is not None
         assert script.stdin is not None
-        pid = int(script.stdout.readline())
+        assert script.stdout.readline() == "trains\n"
+        assert len(working_in(here)) >= 4, "script, command, two peers"
         if how is not None:
             script.send_signal(how)
         script.stdin.close()
-        script.wait(240)
-    until = time.monotonic() + 180
-    while _runs(pid) and time.monotonic() < until:
-        time.sleep(0.2)
-    assert not _runs(pid)
-
-
-def _runs(group: int) -> bool:
-    """Is there any process of that group that is no zombie?"""
-    found = subprocess.run(["ps", "-o", "stat=", "-g", str(group)], capture_output=True, text=True, check=False).stdout
-    return any(not state.startswith("Z") for state in found.split())
+        wait_for_none_in(here, ENDS_S)
 
 
 def test_two_machines_meet_by_a_ticket() -> None:

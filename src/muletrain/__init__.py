@@ -3,12 +3,13 @@
 The package reads top-down; imports run downwards only (enforced by ``tests/test_imports.py``):
 
 =============================  =====================================================================
-``cli`` ``api``                the commands a person types; the same from Python
+``cli`` ``api`` ``given``      the commands a person types; the same from Python
 ``runs``                       builds a run from a config: processes, tickets, progress, reports
 ``sim``                        the virtual world, fleets played, plans
 ``runtime``                    the step protocol: microbatches, agreement, checkpoints, recovery
 ``network`` ``compute`` ``wire``  the seams and their implementations; frames and tensor codecs
 ``model`` ``data`` ``optim``   decoder and stages; corpora and microbatches; AdamW and LAMB
+``script``                     modules and datasets of the user's script, by file
 ``planning``                   decisions before a run: placement, partition (no torch, no sockets)
 ``strategies``                 differences between the systems: swarm, pipeline, swap, hub (likewise)
 ``policy``                     decisions of a running peer: wiring, claims, cover (likewise)
@@ -18,7 +19,7 @@ The package reads top-down; imports run downwards only (enforced by ``tests/test
 
 __version__ = "0.1.0"
 
-_API = ("Run", "doctor", "generate", "join", "load", "plan", "simulate", "start", "train")
+_API = ("Run", "doctor", "evaluate", "generate", "join", "load", "plan", "simulate", "start", "train")
 
 
 def __getattr__(name: str) -> object:

@@ -22,9 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from muletrain.cli.show.console import LiveConsole
-from muletrain.errors import CheckpointError, ConfigError, MuletrainError
+from muletrain.cli.show.notebook import NotebookConsole, in_notebook
+from muletrain.config.trusted import trust, trusted
+from muletrain.errors import CheckpointError, MuletrainError
 from muletrain.events import Evaluated, StepDone
 from muletrain.events.event import EventError, parse
+from muletrain.given import Given, sets
+from muletrain.runs.folder import GIVEN
 from muletrain.runs.view import RunView
 
 if TYPE_CHECKING:
@@ -78,10 +82,11 @@ class Events:
 class Run:
     """A run of this machine, as ``train``, ``start`` and ``join`` begin it."""
 
-    def __init__(self, command: list[str], *, show: bool = True, kept: object = None) -> None:
-        """``command``: arguments of ``muletrain``. ``show``: print progress, as the command would. ``kept``: files that
-        are needed as long as this object."""
-        self._kept = kept
+    def __init__(self, command: list[str], *, show: bool = True, given: Given | None = None) -> None:
+        """``command``: arguments of ``muletrain``. ``show``: show progress, as the command would. ``given``: the objects of
+        this script for the run."""
+        self._given = given
+        trust(*(() if given is None else given.factories))
         self.view = RunView(whole=command[0] != "join")
         self.folder: Path | None = None
         self.ticket: str | None = None
@@ -93,7 +98,8 @@ class Run:
         self._failure: BaseException | None = None
         self._ended = False
         self._said: deque[str] = deque(maxlen=_SAID)
-        self._console = LiveConsole(self.view) if show else None
+        self._console = (NotebookConsole if in_notebook() else LiveConsole)(self.view) if show else None
+        run = {} if given is None or given.run is None else {GIVEN: str(given.run)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "muletrain", *command, "--json"],
             stdin=subprocess.DEVNULL,
@@ -102,7 +108,7 @@ class Run:
             text=True,
             encoding="utf-8",
             errors="replace",
-            env={**os.environ, OWNER: str(os.getpid())},
+            env={**os.environ, OWNER: str(os.getpid()), **run},
             start_new_session=True,  # Ctrl-C is this process', which stops the run in order
         )
         _running.add(self)
@@ -132,6 +138,8 @@ class Run:
             self.stop()
         self._process.wait()
         self._threads[0].join(5.0)
+        if self._given is not None:
+            self._given.give_up()
         with self._news:
             self._ended = True
             for tell in self._readers:
@@ -263,8 +271,10 @@ class Run:
         return load(self.folder)
 
     def model(self) -> nn.Module:
-        """The trained model on the CPU, in fp32: tokens int64 [B, T] to logits [B, T, V]."""
-        return self.checkpoint.model()
+        """The trained model on the CPU, in fp32: tokens int64 [B, T] to logits [B, T, V]. A module of yours is that module
+        itself, with the trained weights, for evaluation. Raises CheckpointError."""
+        checkpoint = self.checkpoint
+        return checkpoint.module() if checkpoint.spec.own_loss else checkpoint.model()
 
     @property
     def tokenizer(self) -> Any:
@@ -272,13 +282,16 @@ class Run:
         return self.checkpoint.encoder.tokenizer
 
     def export(self, folder: str | Path, *, merge: bool = False, dtype: str = "fp32") -> Path:
-        """Write a Hugging Face folder, or an adapter (see ``muletrain export``). Raises MuletrainError."""
+        """Write the new folder ``folder`` as ``muletrain export`` does: a Hugging Face folder, an adapter of peft, or a
+        module's weights. ``merge``: a trained adapter is added to the model, and the whole is written. ``dtype`` of the
+        weights: 'fp32', 'bf16' or 'fp16'. Returns the folder. Raises MuletrainError, also for a folder that has files."""
         more = ["--merge"] if merge else []
-        _command("export", str(self.folder), "--hf", str(folder), "--dtype", dtype, *more)
+        _command("export", str(self.folder), "--hf", str(folder), "--dtype", dtype, *more, *_factories())
         return Path(folder)
 
     def push(self, name: str, *, private: bool = True, merge: bool = False) -> str:
-        """Upload ``export`` to the Hugging Face Hub as OWNER/NAME. Returns the address."""
+        """Upload ``export`` to the Hugging Face Hub as OWNER/NAME (``hf auth login`` first). Returns the address. Raises
+        MuletrainError, and the errors of ``huggingface_hub``."""
         from huggingface_hub import HfApi
 
         with tempfile.TemporaryDirectory(prefix="muletrain-push-") as folder:
@@ -318,14 +331,22 @@ def train(
 ) -> Run:
     """Train with peers on this machine, as ``muletrain run`` does.
 
-    ``config``: a TOML file. ``model``: a Hugging Face name or folder, a ``transformers`` model (with ``tokenizer``), or
-    fields of the section. ``data``: a path as in ``data.path``, rows (dictionaries, or a ``datasets.Dataset``), or fields
-    of the section. Further ``sections`` as in the file: ``adapter={"rank": 16}, train={"epochs": 2}``. ``wait``: return at
-    the end of the run. Raises MuletrainError.
+    ``config``: a TOML file.
+
+    ``model``: a Hugging Face name or folder; a ``transformers`` model (with ``tokenizer``), which begins with the weights
+    that it has now; an ``nn.Module`` whose ``forward(inputs, targets)`` returns the mean loss; or fields of the section, of
+    which ``from`` and ``factory`` may be such objects.
+
+    ``data``: a path as in ``data.path``; texts, rows (dictionaries), a ``datasets.Dataset`` or ``DatasetDict``; lists of token
+    ids; for a module, a dataset of (input, target) tuples with a length, or the two datasets (train, held out); or fields of
+    the section, of which ``path`` and ``validation`` may be such objects.
+
+    Further ``sections`` as in the file: ``adapter={"rank": 16}, train={"epochs": 2}``. ``wait``: return at the end of the
+    run. ``show``: show progress. ``strategy``: as ``--strategy``. Raises MuletrainError, before anything starts if the
+    settings or the data cannot be used.
     """
-    folders: list[tempfile.TemporaryDirectory[str]] = []
-    command = ["run", *_settings(config, model, data, tokenizer, sections, folders)]
-    run = Run([*command, *(["--strategy", strategy] if strategy else [])], show=show, kept=folders)
+    given = Given("run", config, model, data, tokenizer, sections)
+    run = Run(["run", *given.arguments, *(["--strategy", strategy] if strategy else [])], show=show, given=given)
     return run.wait() if wait else run
 
 
@@ -341,41 +362,79 @@ def start(
     show: bool = True,
     **sections: Mapping[str, Any],
 ) -> Run:
-    """Begin a run on several machines, as ``muletrain start`` does; returns once ``Run.ticket`` is known. Raises
-    MuletrainError."""
-    folders: list[tempfile.TemporaryDirectory[str]] = []
-    command = ["start", *_settings(config, model, data, tokenizer, sections, folders), "--port", str(port)]
+    """Begin a run on several machines, as ``muletrain start`` does; returns once ``Run.ticket`` is known.
+
+    ``config``, ``model``, ``data``, ``tokenizer``, ``sections``: see ``train``; but a module or a dataset of (input, target)
+    comes from a package that is installed on each machine (``model={"factory": "mypackage.models:build"}``), since code goes
+    over no network. ``port``: TCP port; 0: any free one. ``announce``: addresses that other machines dial. ``name``: of this
+    machine in the run. Raises MuletrainError.
+    """
+    given = Given("start", config, model, data, tokenizer, sections)
+    command = ["start", *given.arguments, "--port", str(port)]
     for address in announce:
         command += ["--announce", address]
-    run = Run([*command, *([] if name is None else ["--name", name])], show=show, kept=folders)
+    run = Run([*command, *([] if name is None else ["--name", name])], show=show, given=given)
     run._waited(lambda: run.ticket is not None)
     return run
 
 
 def join(ticket: str, *, name: str | None = None, data: str | None = None, show: bool = True) -> Run:
-    """Serve a run with this machine, as ``muletrain join`` does. Returns at once; ``wait`` returns at the end."""
+    """Serve a run with this machine, as ``muletrain join`` does. Returns at once; ``wait`` returns at the end, and raises
+    MuletrainError if the run does not take this machine. ``name``: of this machine in the run. ``data``: path of the run's
+    text on this machine, so that it builds microbatches, too. ``show``: show progress."""
     command = ["join", ticket, *([] if name is None else ["--name", name]), *([] if data is None else ["--data", data])]
     return Run(command, show=show)
 
 
-def load(where: str | Path) -> Checkpoint:
-    """The newest checkpoint of a run folder, a checkpoint's folder, or a Hugging Face folder or name: ``model()``,
-    ``encoder``, ``weights()``. Raises MuletrainError."""
+def load(where: str | Path, *, factory: Iterable[str] = ()) -> Checkpoint:
+    """The newest checkpoint of a run folder, a checkpoint's folder, or a Hugging Face folder or name.
+
+    ``model()``: the model on the CPU in fp32, tokens int64 [B, T] to logits [B, T, V]. ``module()``: a module of yours.
+    ``encoder``: text to tokens and back. ``weights()``: name -> tensor in fp32. ``step``: steps that are done. ``factory``:
+    factories of the run that this process may import, as ``--factory``. Raises MuletrainError.
+    """
     from muletrain.runs.pretrained import trained_in
 
+    trust(*factory)
     return trained_in(Path(where))
 
 
 def generate(
     where: str | Path, prompt: str, *, tokens: int = 100, temperature: float = 0.8, chat: bool | None = None
 ) -> str:
-    """The text with which a trained model goes on after ``prompt``, or answers it (see ``muletrain generate``)."""
+    """The text with which a trained model goes on after ``prompt``, or answers it (see ``muletrain generate``).
+
+    ``where``: as for ``load``. ``tokens``: most new ones. ``temperature``: 0 always takes the likeliest token. ``chat``:
+    answer by the chat template, or continue the text; default: as the model was trained. Raises MuletrainError.
+    """
     from muletrain.runs.result import write
 
     checkpoint = load(where)
     return write(
         checkpoint, checkpoint.writer(), prompt, chat=chat, max_tokens=tokens, temperature=temperature, top_k=40
     )
+
+
+def evaluate(
+    where: str | Path,
+    tasks: Iterable[str],
+    *,
+    include: str | Path | None = None,
+    fewshot: int | None = None,
+    limit: int | None = None,
+) -> list[dict[str, Any]]:
+    """The scores of ``muletrain eval --tasks``, by lm-eval: 'task', 'metric', 'value', 'error' (standard error or None),
+    'shots' and 'samples' (questions).
+
+    ``where``: a run folder, a checkpoint, a Hugging Face folder or name, an adapter of peft. ``include``: folder with YAML
+    files of your own tasks. ``fewshot``: examples before each question. ``limit``: most questions of each task. Raises
+    MuletrainError.
+    """
+    given = {"--include": include, "--fewshot": fewshot, "--limit": limit}
+    more = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    found: dict[str, Any] = json.loads(_command("eval", str(where), "--tasks", ",".join(tasks), *more, "--json"))
+    scores: list[dict[str, Any]] = found["scores"]
+    return scores
 
 
 def doctor() -> dict[str, Any]:
@@ -387,9 +446,10 @@ def doctor() -> dict[str, Any]:
 def plan(
     fleet: str | Path, *, model: str | None = None, batch: int | None = None, **sections: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The predictions of ``muletrain plan --json`` for the machines of a fleet file."""
+    """The predictions of ``muletrain plan --json`` for the machines of a fleet file. ``model``: a Hugging Face folder or
+    name, or a preset. ``batch``: sequences of a step. ``sections``: as for ``train``. Raises MuletrainError."""
     more = [*([] if model is None else ["--model", model]), *([] if batch is None else ["--batch", str(batch)])]
-    found: dict[str, Any] = json.loads(_command("plan", str(fleet), *more, *_sets(sections), "--json"))
+    found: dict[str, Any] = json.loads(_command("plan", str(fleet), *more, *sets(sections), "--json"))
     return found
 
 
@@ -401,11 +461,17 @@ def simulate(
     hours: float | None = None,
     **sections: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The outcome of ``muletrain simulate fleet --json``."""
+    """The outcome of ``muletrain simulate fleet --json``: ``hours`` of training on the machines of a fleet file, in a virtual
+    world. ``model``, ``batch``, ``sections``: as for ``plan``. Raises MuletrainError."""
     more = [*([] if model is None else ["--model", model]), *([] if batch is None else ["--batch", str(batch)])]
     more += [] if hours is None else ["--hours", str(hours)]
-    found: dict[str, Any] = json.loads(_command("simulate", "fleet", str(fleet), *more, *_sets(sections), "--json"))
+    found: dict[str, Any] = json.loads(_command("simulate", "fleet", str(fleet), *more, *sets(sections), "--json"))
     return found
+
+
+def _factories() -> list[str]:
+    """Options that let a command import what the user named in this process."""
+    return [word for name in trusted() for word in ("--factory", name)]
 
 
 def _command(*arguments: str, codes: tuple[int, ...] = (0,)) -> str:
@@ -416,86 +482,3 @@ def _command(*arguments: str, codes: tuple[int, ...] = (0,)) -> str:
         found = next((n for n, line in enumerate(lines) if line.startswith("error: ")), 0)
         raise MuletrainError("\n".join(lines[found:]).removeprefix("error: "))
     return done.stdout
-
-
-# Settings -------------------------------------------------------------------------------------------------------------
-
-
-def _settings(
-    config: str | Path | None,
-    model: Any,
-    data: Any,
-    tokenizer: Any,
-    sections: Mapping[str, Mapping[str, Any]],
-    folders: list[tempfile.TemporaryDirectory[str]],
-) -> list[str]:
-    """Arguments of a command. Objects of this process are written to ``folders``."""
-    for section, fields in sections.items():
-        if not hasattr(fields, "items"):
-            raise ConfigError(f"{section}={fields!r}: give the fields of the section: {section}={{...}}")
-    found: dict[str, dict[str, Any]] = {name: dict(fields) for name, fields in sections.items()}
-    found["model"] = {**_model(model, tokenizer, folders), **found.get("model", {})}
-    found["data"] = {**_data(data, folders), **found.get("data", {})}
-    return [*([] if config is None else [str(config)]), *_sets(found)]
-
-
-def _sets(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """``--set`` for each field."""
-    words = []
-    for section, fields in sections.items():
-        for name, value in fields.items():
-            words += ["--set", f"{section}.{name}={_toml(value)}"]
-    return words
-
-
-def _toml(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {_toml(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(str(value) if isinstance(value, Path) else value)
-
-
-def _model(model: Any, tokenizer: Any, folders: list[tempfile.TemporaryDirectory[str]]) -> dict[str, Any]:
-    if tokenizer is not None and not hasattr(model, "save_pretrained"):
-        raise ConfigError(
-            "tokenizer: it belongs to a transformers model that is given with it; otherwise set data={'tokenizer': ...}"
-        )
-    if model is None:
-        return {}
-    if isinstance(model, str | Path):
-        return {"from": str(model)}
-    if hasattr(model, "items"):
-        return dict(model)
-    if hasattr(model, "save_pretrained"):
-        folders.append(tempfile.TemporaryDirectory(prefix="muletrain-model-"))
-        for thing in filter(None, (model, tokenizer)):
-            thing.save_pretrained(folders[-1].name)
-        return {"from": folders[-1].name}
-    raise ConfigError(
-        f"model: {type(model).__name__}; give a name, a folder, a transformers model, or the fields of the section. A module of yours "
-        f"comes from a package: model={{'factory': 'mypackage.models:build'}}"
-    )
-
-
-def _data(data: Any, folders: list[tempfile.TemporaryDirectory[str]]) -> dict[str, Any]:
-    if data is None:
-        return {}
-    if isinstance(data, str | Path):
-        return {"path": str(data)}
-    if hasattr(data, "items"):
-        fields = dict(data)
-        return {**fields, **(_data(fields["path"], folders) if "path" in fields else {})}
-    folders.append(tempfile.TemporaryDirectory(prefix="muletrain-data-"))
-    path = Path(folders[-1].name) / "data.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        for n, row in enumerate(data):
-            row = {"text": row} if isinstance(row, str) else row
-            if not hasattr(row, "items"):
-                raise ConfigError(
-                    f"data: row {n} is {type(row).__name__}; give texts, or dictionaries as in a .jsonl file"
-                )
-            file.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
-    return {"path": str(path)}

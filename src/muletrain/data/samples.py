@@ -225,6 +225,8 @@ def _built(name: str, skips: bool) -> SampleData:
     try:
         train, heldout = make()
         sizes = len(train), len(heldout)
+    except ConfigError as e:
+        raise ConfigError(f"data.factory: {e}") from e
     except (Exception, SystemExit) as e:  # whatever the user's code raises
         raise ConfigError(
             f"data.factory: '{name}' does not return (train, heldout), two sequences of (input, target): "

@@ -26,17 +26,18 @@ from muletrain.model.make import load_model, model_from_json
 from muletrain.model.traced.adapter import merged, write_adapter
 from muletrain.model.traced.architecture import build
 from muletrain.model.traced.chain import TracedModel
-from muletrain.model.traced.factory import Writes, state_dict
+from muletrain.model.traced.factory import Writes, state_dict, trained
 from muletrain.model.traced.folder import with_adapter
 from muletrain.model.traced.outline import ADAPTER
 from muletrain.runs.base import weights_of
 from muletrain.runs.folder import latest_checkpoint
 from muletrain.runtime.checkpoint.store import open_place, read_manifest
+from muletrain.script import look_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from muletrain.data.samples import Data
     from muletrain.model.chain import Model
@@ -100,6 +101,7 @@ class Checkpoint:
         """Open the checkpoint at ``path``, or the newest in a run folder. Raises CheckpointError for a damaged or
         foreign checkpoint."""
         folder = latest_checkpoint(path)
+        look_in(folder)
         try:
             manifest = read_manifest((folder / "manifest.json").read_bytes(), FORMAT)
             spec = model_from_json(json.dumps(manifest["spec"]))
@@ -273,6 +275,13 @@ class Checkpoint:
     def model(self) -> StageModule:
         """Load the whole model on the CPU."""
         return load_model(self.spec, self.weights())
+
+    def module(self) -> nn.Module:
+        """A user's own module (``model.factory``) with the trained weights, on the CPU. Raises CheckpointError for a run of
+        another model, and ConfigError for an unusable factory."""
+        if not (isinstance(self.spec, TracedModel) and self.spec.own_loss):
+            raise CheckpointError(f"{self.folder}: the run trained no module of yours; model() loads what it trained")
+        return trained(self.spec.config, self.weights())
 
     def writer(self) -> StageModule:
         """Load, on the CPU, the model that continues a text. Raises ConfigError for a user's module that takes no text,

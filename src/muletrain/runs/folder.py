@@ -25,6 +25,8 @@ TEMPORARY = "mule-"
 LOCK = f"lock-{platform.node()}"
 """Lock file in a command's temporary folder. The name includes the machine: several machines may share the folder, but
 not the locks."""
+GIVEN = "MULETRAIN_FOLDER"
+"""Environment variable: the new run folder, in which a script has put its objects already (``muletrain.api``)."""
 YOUNG_S = 60.0
 """Seconds after creation in which a folder may still lack the lock."""
 WATCH_S = 1.0
@@ -36,6 +38,8 @@ LEAST_ROOM = 1 << 16
 def new_run_folder(name: str) -> Path:
     """Create ``runs/DATE-NAME`` (with a number appended if that exists). Raises MuletrainError for a folder that cannot
     be written."""
+    if given := os.environ.pop(GIVEN, None):
+        return Path(given)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = ROOT / f"{stamp}-{name}"
     try:

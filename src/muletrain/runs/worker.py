@@ -59,6 +59,7 @@ from muletrain.runs.worker_files import (
     SCRATCH,
 )
 from muletrain.runtime.members.watchdog import DeviceHung
+from muletrain.script import look_in
 from muletrain.units import plural
 
 if TYPE_CHECKING:
@@ -255,6 +256,7 @@ async def _main() -> int:
         return EXIT_ERROR
     spec = WorkerSpec.model_validate_json(line)
     trust(*spec.factories)
+    look_in(Path(spec.folder))
     return await work(spec, lambda worker: _listen_to_parent(reader, worker))
 
 

@@ -27,6 +27,7 @@ from muletrain.model.hf_hub import is_hub_name
 from muletrain.runs.asked import cleaned_up
 from muletrain.runs.folder import ROOT, held, new_run_folder, run_folder
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
+from muletrain.script import look_in
 from muletrain.units import plural
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def opened(wanted: Wanted, name: Literal["run", "start"]) -> Iterator[tuple[Path
     with located(origins):
         config = anchored(_chosen(given, plan, wanted.strategy, local=name == "run"))
     folder = new_run_folder(path.stem if path is not None else name) if resume is None else resume
+    look_in(folder)
     try:
         say = functools.partial(console.print, soft_wrap=True, markup=False)
         with held(folder, say=say), located(origins), cleaned_up():

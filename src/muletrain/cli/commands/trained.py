@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from muletrain.cli.options import Factories, JsonObject, Model, Where
-from muletrain.errors import CheckpointError, DataError, MuletrainError
+from muletrain.errors import ConfigError, DataError, MuletrainError
 
 if TYPE_CHECKING:
     Weights = str
@@ -30,6 +30,21 @@ def evaluate(
             min=1, help="Most held-out tokens; that of train.validate_tokens gives the run's own measurement."
         ),
     ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Measure these benchmarks by lm-eval (pip install 'muletrain[eval]') instead, such as hellaswag,arc_easy.",
+        ),
+    ] = None,
+    include: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder with YAML files of your own --tasks, as lm-eval reads them."),
+    ] = None,
+    fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each question of --tasks. Default: as the task says.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most questions of each of --tasks.")] = None,
     factory: Factories = None,
     json: JsonObject = False,
 ) -> None:
@@ -37,7 +52,14 @@ def evaluate(
 
     A unigram and a bigram model of the same text stand beside it. The data must be on this machine; --data says where
     they are if they moved. Of a module with its own loss (model.factory), that loss is measured; --factory must name
-    the factory, and a data.factory too."""
+    the factory, and a data.factory too.
+
+    With --tasks, lm-eval measures benchmarks instead, with the whole model in fp32: an adapter is merged."""
+    if tasks is not None:
+        _benchmarks(where, tasks, include, fewshot, limit, others=(data, tokens), json=json)
+        return
+    if (include, fewshot, limit) != (None, None, None):
+        raise ConfigError("--include, --fewshot and --limit are about --tasks; give that, too")
     from muletrain.cli.show.console import make_console
     from muletrain.cli.show.final_report import quality_table
     from muletrain.config.trusted import trust
@@ -58,6 +80,46 @@ def evaluate(
         print(dataclasses.replace(evaluated(checkpoint.step, result), t=time.time(), peer="eval").to_json())
     else:
         make_console().print(quality_table(result))
+
+
+def _benchmarks(
+    where: Path,
+    tasks: str,
+    include: Path | None,
+    fewshot: int | None,
+    limit: int | None,
+    *,
+    others: tuple[object, ...],
+    json: bool,
+) -> None:
+    """Print the scores of ``--tasks``."""
+    if any(option is not None for option in others):
+        raise ConfigError("--tasks: a benchmark has texts of its own; leave out --data and --tokens")
+    from rich.markup import escape
+
+    from muletrain.cli.show.console import make_console
+    from muletrain.cli.show.tables import new_table
+    from muletrain.runs.harness import benchmarks
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("--tasks: it names no task; write --tasks hellaswag,arc_easy")
+    scores = benchmarks(where, names, include=include, shots=fewshot, limit=limit)
+    if json:
+        print(jsonlib.dumps({"model": str(where), "scores": [score.to_dict() for score in scores]}))
+        return
+    table = new_table("", ["task", "metric"], ["value", "error", "shots", "questions"])
+    for score in scores:
+        error = "-" if score.error is None else f"{score.error:.4f}"
+        table.add_row(
+            escape(score.task),
+            escape(score.metric),
+            f"{score.value:.4f}",
+            error,
+            str(score.shots),
+            f"{score.samples:,}",
+        )
+    make_console().print(table)
 
 
 def generate(
@@ -128,42 +190,10 @@ def export(
     Of a module of yours (model.factory, which --factory must name), it is model.safetensors alone: the whole module's
     state_dict, under its own names, for load_state_dict."""
     from muletrain.config.trusted import trust
-    from muletrain.data.chat import plain_template
-    from muletrain.model.hf import export_hf
     from muletrain.model.hf_writing import check_new
+    from muletrain.runs import exporting
     from muletrain.runs.checkpoint import Checkpoint
 
     trust(*(factory or ()))
     check_new(hf)
-    checkpoint = Checkpoint.open(where)
-    if checkpoint.spec.borders:
-        raise CheckpointError(
-            "the model was trained with layers that compress between stages (model.compression), and no architecture of transformers has "
-            "them; 'muletrain eval', 'muletrain generate' and 'run --resume' take the checkpoint as it is"
-        )
-    adapted = checkpoint.config.adapter.rank is not None
-    if merge and not adapted:
-        raise CheckpointError("--merge: the run trained no adapter (adapter.rank); leave it out")
-    if adapted and not merge:
-        checkpoint.export_adapter(hf, checkpoint.source(source))
-        remark, written = (
-            None,
-            f"wrote {hf}: load it with peft.PeftModel.from_pretrained(model, '{hf}'), or merge it by --merge",
-        )
-    elif checkpoint.spec.own_loss:
-        file, remark = checkpoint.export_module(hf, dtype)
-        written = f"wrote {file}: module.load_state_dict(safetensors.torch.load_file(...)) takes it"
-    else:
-        weights, spec = checkpoint.merged(source) if merge else (checkpoint.weights(), checkpoint.spec)
-        remark = export_hf(
-            weights,
-            spec,
-            checkpoint.tokenizer_json,
-            hf,
-            end_of_text=checkpoint.encoder.end_token,
-            source=checkpoint.source(source),
-            dtype=dtype,
-            chat_template=plain_template(checkpoint.config.data),
-        )
-        written = f"wrote {hf}: load it with transformers.AutoModelForCausalLM.from_pretrained('{hf}')"
-    print("\n".join(filter(None, (remark, written))))
+    print(exporting.export(Checkpoint.open(where), hf, merge=merge, source=source, dtype=dtype))

@@ -177,7 +177,7 @@ def status(view: RunView, now: float | None = None) -> RenderableType:
     if view.missing:
         parts.append(Text("waiting: " + ", ".join(view.missing), style="yellow"))
     if view.peers:
-        parts.append(_peers(view))
+        parts.append(peers_table(view))
         if not view.whole:
             parts.append(Text("this machine's peers; 'muletrain status' shows all", style="dim"))
     if view.clients:
@@ -188,12 +188,18 @@ def status(view: RunView, now: float | None = None) -> RenderableType:
 def _progress(view: RunView, now: float | None) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=max(1, view.steps), completed=view.step, width=30)
-    speed = f"{_rate(view.pace.tokens_per_s(now))} tokens/s"
-    grid.add_row(bar, f"step {view.step}/{view.steps or '?'}", _loss(view), speed, _left(view, now))
+    grid.add_row(bar, *progress_words(view, now))
     return grid
 
 
-def _peers(view: RunView) -> RenderableType:
+def progress_words(view: RunView, now: float | None = None) -> tuple[str, str, str, str]:
+    """Step, loss, speed and time left. ``now``: see ``Pace``."""
+    speed = f"{_rate(view.pace.tokens_per_s(now))} tokens/s"
+    return f"step {view.step}/{view.steps or '?'}", _loss(view), speed, _left(view, now)
+
+
+def peers_table(view: RunView) -> RenderableType:
+    """The peers of every stage."""
     table = new_table("", ("stage", "peer", "state", "device"), ("step", "microbatches", "idle", "sent"))
     for stage, peers in view.stages(present=True).items():
         if not peers:

@@ -108,7 +108,7 @@ def _keeps_tokens(node: fx.Node) -> bool:
     if name in ("view", "reshape"):
         return shape == list(node.all_input_nodes[0].meta["val"].shape)
     if name == "mean":
-        return rest[0] == [-1]
+        return rest[:1] == ([-1],)  # without, it is the mean of everything
     return name in _POINTWISE or (name in ("layer_norm", "rms_norm") and rest[0] == shape[-1:])
 
 

@@ -132,6 +132,14 @@ def check_positions(parts: Parts, tables: Tables, context: int) -> None:
                 )
 
 
+def trained(about: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module:
+    """The user's module with ``weights`` (by each tensor's first name), on the CPU, for evaluation. Raises ConfigError."""
+    with _without_storage():
+        module = _called(about, seed=0)
+    module.load_state_dict(state_dict(about, weights), assign=True)
+    return module.eval()
+
+
 class Writes(StageModule):
     """A user's module that is called with tokens int64 [B, T] alone, for logits [B, T, V], to continue a text. Raises
     ConfigError for another output."""
@@ -139,9 +147,7 @@ class Writes(StageModule):
     def __init__(self, spec: Model, about: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         super().__init__(spec, first=True, last=True)
         self._name = about["factory"]
-        with _without_storage():
-            self.module = _called(about, seed=0)
-        self.module.load_state_dict(state_dict(about, weights), assign=True)
+        self.module = trained(about, weights)
         self.eval()
 
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
@@ -189,6 +195,8 @@ def _called(about: Mapping[str, Any], seed: int) -> nn.Module:
         torch.manual_seed(seed)
         try:
             module = make(**about["arguments"])
+        except ConfigError as e:
+            raise ConfigError(f"model.factory: {e}") from e
         except (Exception, SystemExit) as e:  # any error of the user's code
             raise ConfigError(
                 f"model.factory: '{name}' raises {type(e).__name__}{where(e)}: {first_line(e)}; call it with "

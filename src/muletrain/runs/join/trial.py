@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict
 from muletrain import errors
 from muletrain.config.trusted import trust, trusted
 from muletrain.errors import CapacityError, MuletrainError
+from muletrain.script import look_at, places
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ STARTED_S = 120.0
 
 class Question(BaseModel):
     """``config``: the run's; ``tokenizer``: base64 of the tokenizer's file, with ``data``: place of the text on this
-    machine, and ``digest``: the corpus'. ``stage``: to be built. ``room``: bytes; ``cpu_s``: seconds of CPU."""
+    machine, and ``digest``: the corpus'. ``stage``: to be built. ``room``: bytes; ``cpu_s``: seconds of CPU. ``scripts``:
+    see ``script.places``."""
 
     model_config = ConfigDict(extra="forbid")
     config: str
@@ -48,6 +50,7 @@ class Question(BaseModel):
     room: int
     cpu_s: float
     factories: tuple[str, ...]
+    scripts: tuple[str, ...]
     tokenizer: str | None = None
     data: str = "none"
     digest: str = ""
@@ -67,7 +70,9 @@ class Trial:
     async def build(self, config: str, stage: int) -> None:
         """Build the facts of the run, and ``stage``. Raises the MuletrainError of building, and CapacityError beyond a
         limit."""
-        question = Question(config=config, stage=stage, room=self._room, cpu_s=BUILD_S, factories=trusted())
+        question = Question(
+            config=config, stage=stage, room=self._room, cpu_s=BUILD_S, factories=trusted(), scripts=places()
+        )
         await self._ask("the run's model", question)
 
     async def tokens(self, config: str, tokenizer: bytes, data: str, digest: str) -> None:
@@ -78,6 +83,7 @@ class Trial:
             room=self._room,
             cpu_s=BUILD_S,
             factories=trusted(),
+            scripts=places(),
             tokenizer=base64.b64encode(tokenizer).decode(),
             data=data,
             digest=digest,
@@ -159,6 +165,7 @@ def _answer(question: Question) -> None:
     from muletrain.runs.join.limits import told_config
 
     trust(*question.factories)
+    look_at(*question.scripts)
     facts = RunFacts.of(told_config(question.config))
     if question.tokenizer is None:
         facts.needs(), facts.client_needs(), facts.plan()
