@@ -25,7 +25,8 @@ from muletrain.compute.estimate import COPIES, PARTS, TRANSFERS, Offer, StageMem
 from muletrain.compute.swap.backing import return_freed_memory
 from muletrain.config.load import load_config
 from muletrain.config.schema import Precision
-from muletrain.runs.assemble import RunFacts, build_compute
+from muletrain.runs.assemble import RunFacts, build_compute, resolve_start
+from muletrain.runs.base import store_of
 from muletrain.runs.measure.machine import Machine
 from muletrain.runtime.checkpoint.store import PartFacts
 from muletrain.wire.statefile import StateBuffers
@@ -56,10 +57,18 @@ class Case:
     copied: bool = True
     """Of a peer alone: there is memory for a copy of its state."""
     traced: bool = False
+    bf16: bool = False
+    """Of a Llama whose files have bf16."""
 
     def facts(self, folder: Path, *, small: bool = False) -> RunFacts:
         """``small``: with one layer a stage."""
         settings = f"{BASE} {self.settings}".split()
+        if self.bf16:
+            settings = [s for s in settings if not s.startswith(("model.layers", "model.heads"))]
+            own = save_llama(folder / str(small), layers=2 if small else 4)
+            return RunFacts.of(
+                resolve_start(load_config(None, [*settings, f"model.from={own}", "data.tokenizer=other"]))
+            )
         if self.traced:
             layers = {"n_layer": 2} if small else {}
             (folder / "config.json").write_text(json.dumps(TRACED | layers))
@@ -73,6 +82,16 @@ class Case:
         """In the memory that is offered."""
         need = (facts.client_needs() if self.client else facts.needs())[self.stage]
         return need if self.copied or need.smaller is None else need.smaller
+
+
+def save_llama(folder: Path, **sizes: int) -> Path:
+    """A new Llama in bf16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    numbers = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "vocab_size": 8192}
+    numbers |= {"num_hidden_layers": sizes["layers"], "max_position_embeddings": 2048}
+    LlamaForCausalLM(LlamaConfig(**numbers, tie_word_embeddings=False)).bfloat16().save_pretrained(folder)
+    return folder
 
 
 CASES = {
@@ -97,6 +116,14 @@ CASES = {
     "compression": Case("model.width=512 model.compression=bottleneck model.context=512 fleet.stages=3", stage=1),
     "delayed": Case("model.width=512 fleet.stages=4 optimizer.delayed=true", stage=1),
     "traced": Case("fleet.stages=2", traced=True),
+    "an adapter": Case("adapter.rank=16 fleet.stages=2", stage=1, bf16=True),
+    "all weights of that model": Case("fleet.stages=2", stage=1, bf16=True),
+    "an adapter, in 16 bits": Case(
+        "adapter.rank=16 model.context=256 compute.precision=bf16 fleet.stages=2", stage=1, bf16=True
+    ),
+    "an adapter, block by block": Case(
+        "adapter.rank=16 model.context=1024 compute.checkpointing=block fleet.stages=2", stage=1, bf16=True
+    ),
     "a client of a hub": Case("model.width=512 fleet.stages=4 hub.clients=1", stage=1, client=True),
     "a server of a hub": Case("model.width=512 fleet.stages=4 hub.clients=4", stage=1, server=True),
     "a middle stage": Case("model.width=512 fleet.stages=4", stage=1),
@@ -107,7 +134,11 @@ async def serve(case: Case, facts: RunFacts) -> None:
     """Some steps of the stage, as a peer of the run does them."""
     precision, need = facts.config.compute.precision, case.need(facts)
     machine = Machine(torch.device("cpu"), Precision(precision), Offer(need.total))
-    compute = build_compute(facts.drawn(), case.stage, machine, None, updates=not case.client)
+    store, base = store_of(facts.config, facts.spec, [Path(facts.config.model.from_ or "")]), None
+    if store is not None:
+        parts = facts.spec.parts_of(facts.cut, case.stage)
+        base = {name: tensor for part in parts for name, tensor in (store.part(part) or {}).items()}
+    compute = build_compute(facts.drawn(), case.stage, machine, None, updates=not case.client, base=base)
     assert compute.by_block == need.by_block
     for step in range(STEPS):
         await (help_with if case.client else lead)(case, facts, compute, step)

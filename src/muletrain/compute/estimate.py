@@ -59,7 +59,7 @@ def backward_bytes(
         kept -= left
         made += params
         peak = max(peak, kept + (1 + PASSING) * graph + size * (min(made, trained) + again))
-    return int(peak) + spec.recast_bytes(cut, stage, size)
+    return int(peak) + spec.recast_bytes(cut, stage, size, by_block=by_block)
 
 
 PASSING = 0.25
@@ -323,7 +323,8 @@ def _with_graphs(
         passing = backward_bytes(*stage, tokens, precision, by_block=by_block)
         on_cpu = passing  # which makes gradients of 16 bits in fp32, and adds them in fp32, tensor by tensor
         if precision is not Precision.FP32:
-            on_cpu = max(passing + 4 * stage[0].largest_tensor, gradient + 4 * largest_tensor(*stage))
+            packed = stage[0].base_size * stage[0].largest_base(*stage[1:])  # for a product of matrices in 16 bits
+            on_cpu = max(passing + 4 * stage[0].largest_tensor + packed, gradient + 4 * largest_tensor(*stage))
         waiting = 0 if by_block else (graphs - 1) * graph
         activations, on_device = (waiting + max(update, n) - gradient for n in (on_cpu, passing))
         return replace(

@@ -357,14 +357,18 @@ class Model(ABC):
         """``base`` of ``stage``, as it is held."""
         return self.base_size * self.base_params(self.parts_of(cut, stage))
 
-    def recast_bytes(self, cut: Cut, stage: int, size: int) -> int:
+    def recast_bytes(self, cut: Cut, stage: int, size: int, *, by_block: bool) -> int:
         """``base`` of the largest part of ``stage`` in a working precision of ``size`` bytes, if it is held in another one:
-        the part's weights are converted while it computes."""
-        return max(self.recast_part(part, size) for part in self.parts_of(cut, stage))
+        the part's weights are converted while it computes. ``by_block``: of two parts (measured)."""
+        return sum(sorted(self.recast_part(part, size) for part in self.parts_of(cut, stage))[-1 - by_block :])
 
     def recast_part(self, part: int, size: int) -> int:
         """``recast_bytes`` of one part."""
         return 0 if size == self.base_size else size * self.base_params(range(part, part + 1))
+
+    def largest_base(self, cut: Cut, stage: int) -> int:
+        """Numbers of the largest tensor of ``base`` in ``stage``."""
+        return 0
 
     def parts_of(self, cut: Cut, stage: int) -> range:
         """The parts of the chain in ``stage``."""

@@ -16,7 +16,7 @@ from muletrain.errors import CheckpointError
 from muletrain.units import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from torch import Tensor
 
@@ -63,7 +63,7 @@ class Stored:
 
     def read(self) -> Tensor:
         """The values as fp32. Raises CheckpointError for integers that fp32 does not have, and if the file cannot be read."""
-        tensor = self.mapped()
+        tensor = mapped([self])(self)
         numbers = tensor.float()
         if not tensor.is_floating_point() and bool((numbers.to(tensor.dtype) != tensor).any()):
             raise CheckpointError(
@@ -71,14 +71,25 @@ class Stored:
             )
         return numbers
 
-    def mapped(self) -> Tensor:
-        """The values as they are, on pages of the file, which all processes share. Raises CheckpointError."""
+
+def mapped(tensors: Iterable[Stored]) -> Callable[[Stored], Tensor]:
+    """A loader of the values of ``tensors`` as they are, on pages of the files, which all processes share; each file is
+    mapped once. Raises CheckpointError, and so does the loader."""
+    files: dict[Path, Any] = {}
+    for file in {tensor.file for tensor in tensors}:
         try:
-            with safe_open(self.file, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(self.name)
+            files[file] = safe_open(file, framework="pt")
         except (OSError, SafetensorError) as e:
-            raise CheckpointError(f"cannot read {self.name} from {self.file}: {e}") from e
+            raise CheckpointError(f"cannot read {file}: {e}") from e
+
+    def load(stored: Stored) -> Tensor:
+        try:
+            tensor: Tensor = files[stored.file].get_tensor(stored.name)
+        except SafetensorError as e:
+            raise CheckpointError(f"cannot read {stored.name} from {stored.file}: {e}") from e
         return tensor
+
+    return load
 
 
 def weights_among(files: Collection[str], where: str) -> str:

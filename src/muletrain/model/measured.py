@@ -58,6 +58,8 @@ class MeasuredModel(Model):
     part_params = _of_inner("part_params")
     learned_params = _of_inner("learned_params")
     base_params = _of_inner("base_params")
+    largest_base = _of_inner("largest_base")
+    base_in = _of_inner("base_in")
     base_size = _of_inner("base_size")
     frozen_params = _of_inner("frozen_params")
     stage_params = _of_inner("stage_params")

@@ -275,6 +275,10 @@ class TracedModel(Described):
     def base_params(self, parts: range) -> int:
         return self._numbers(parts, self.base)
 
+    def largest_base(self, cut: Cut, stage: int) -> int:
+        names = {name for part in self.parts_of(cut, stage) for name in self.base_in(part)}
+        return max((math.prod(self.shapes[name]) for name in names), default=0)
+
     @property
     def base_size(self) -> int:
         return SIZES[self.config[ADAPTER]["base"]] if self.base else 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.finite import NAMES
 from muletrain.model.hf import rope_of, spec_in
-from muletrain.model.hf_files import Stored, read_json, same, stored, without_place
+from muletrain.model.hf_files import Stored, mapped, read_json, same, stored, without_place
 from muletrain.model.native import is_native
 from muletrain.model.traced.adapter import in_base
 from muletrain.model.traced.chain import TracedModel
@@ -128,7 +128,8 @@ def load_base(folder: Path, model: TracedModel, kind: str) -> Callable[[str], Te
     ``load_traced``."""
     plain = with_adapter(model, None)
     if (places := _places(folder, plain)) is not None and kind == "auto":
-        return lambda name: places[in_base(name)].mapped()
+        read = mapped(places.values())
+        return lambda name: read(places[in_base(name)])
     load, dtype = load_traced(folder, plain), NAMES[base_kind(folder) if kind == "auto" else kind]
 
     def held(name: str) -> Tensor:
