@@ -164,6 +164,16 @@ def test_logits_of_one_chunk_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     assert largest == [SEQUENCES, 40, 40, SEQUENCES * CONTEXT - 80]
 
 
+@pytest.mark.parametrize("kind", ["native", "qwen3"])
+def test_a_loss_that_is_only_measured_has_no_backward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(kind)
+    module = bound(make_stage(model, 1, model.cut(2)))
+    monkeypatch.setattr(chain, "LOSS_CHUNK", LOSS_BYTES * model.vocab * CHUNK)
+    monkeypatch.setattr(torch.autograd, "grad", lambda *_, **__: pytest.fail("gradients of what is only measured"))
+    with torch.no_grad():
+        module.loss(torch.randn(SEQUENCES, CONTEXT, model.width), torch.zeros(SEQUENCES, CONTEXT, dtype=torch.int64))
+
+
 def test_fp16_gradients_are_computed_at_the_scale_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a scale that is too small they vanish, and dividing at the end does not bring them back."""
     model = model_of("native")

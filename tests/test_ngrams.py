@@ -10,7 +10,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from muletrain.data.ngram import Counts, baselines
+from muletrain.data.microbatch import SILENT
+from muletrain.data.ngram import Counts, baselines, countable
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import DataError
 from tests.corpora import pydoc
@@ -61,3 +62,13 @@ def test_known_entropies() -> None:
 def test_too_few_tokens_for_baselines() -> None:
     with pytest.raises(DataError, match=re.escape("data.path: 10 training and 5 held-out tokens")):
         baselines(np.arange(10), np.arange(5), 20)
+
+
+def test_only_tokens_that_count_make_pairs() -> None:
+    """A few answers in much text, such as a small data set of conversations, are too few."""
+    train = np.random.default_rng(0).integers(0, 20, 9000).astype(np.uint32)
+    few = train | np.where(np.arange(9000) % 100, np.uint32(SILENT), np.uint32(0))
+    assert countable(train)
+    assert not countable(few)
+    with pytest.raises(DataError, match="too few for n-gram baselines"):
+        baselines(few, train, 20)

@@ -421,6 +421,14 @@ def hub(tmp_path: Path, models: Path) -> Iterator[Hub]:
     thread.join(10)
 
 
+def run_of(hub: Hub, *settings: str) -> subprocess.CompletedProcess[str]:
+    words = [word for text in settings for word in ("--set", text)]
+    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(Path("hub-cache").resolve()), "HF_HUB_DISABLE_XET": "1"}
+    own["XDG_CACHE_HOME"] = str(Path("own-cache").resolve())
+    command = [sys.executable, "-m", "muletrain", "run", *words]
+    return subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=200, check=False)
+
+
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
@@ -432,16 +440,19 @@ def hub(tmp_path: Path, models: Path) -> Iterator[Hub]:
 )
 def test_what_is_wrong_is_found_before_weights_are_fetched(hub: Hub, overrides: list[str], why: str) -> None:
     path = with_rows({"text": "?"}, before=89) if overrides[-1] == "late" else ["data.path=chat.jsonl"]
-    asked = [text for text in overrides if text != "late"] + [*path, "adapter.rank=4", *SMALL]
-    words = [word for text in asked for word in ("--set", text)]
-    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(Path("hub-cache").resolve()), "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-m", "muletrain", "run", *words]
-    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=200, check=False)
+    done = run_of(hub, *path, "adapter.rank=4", *SMALL, *(text for text in overrides if text != "late"))
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert why in done.stderr
     assert not [file for file in hub.sent if file.endswith(".safetensors")]
     assert not Path("runs").exists()
+
+
+def test_a_model_of_the_hub_trains_on_what_was_tokenised_before_it_was_fetched(hub: Hub) -> None:
+    done = run_of(hub, "model.from=me/base", "data.path=chat.jsonl", "data.heldout=0", "adapter.rank=4", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert len([file for file in hub.sent if file.endswith(".safetensors")]) == 1
+    assert len([*Path("own-cache").glob("muletrain/tokens/*")]) == 1, "tokenised once"
 
 
 @pytest.mark.parametrize(

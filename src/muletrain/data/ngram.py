@@ -71,8 +71,8 @@ def spread(tokens: TokenArray, limit: int, row: int = 1) -> TokenArray:
 
 
 def countable(train: TokenArray) -> bool:
-    """Is there enough text for counts and for the tuning slice?"""
-    return len(train) > _BLOCK * _EVERY
+    """Are there enough tokens that count, for counts and for the tuning slice?"""
+    return int(unmarked(train)[1][1:].sum()) >= _BLOCK * _EVERY
 
 
 def baselines(train: TokenArray, heldout: TokenArray, vocab: int) -> Baselines:

@@ -33,7 +33,8 @@ def chunked_loss(head: Head, targets: Tensor, ignored: int, tokens: int, scale: 
     flat = [value.reshape(1, targets.numel(), *value.shape[2:]) for value in head.values]
     targets = targets.to(flat[0].device).flatten()
     plan = head.logits, targets, ignored, tokens, scale, len(flat)
-    loss: Tensor = _Chunked.apply(*plan, *flat, *head.parameters)  # type: ignore[no-untyped-call]
+    parameters = head.parameters if torch.is_grad_enabled() else ()  # which is off inside of the function
+    loss: Tensor = _Chunked.apply(*plan, *flat, *parameters)  # type: ignore[no-untyped-call]
     return loss
 
 
