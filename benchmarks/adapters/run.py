@@ -168,6 +168,7 @@ def moved(base: Path, data: Path, folder: Path, settings: list[str], *owner: str
 
 
 def bytes_of(base: Path, folder: Path) -> dict[str, Any]:
+    folder.mkdir()
     data = write_rows(folder / "chat.jsonl", chats(400))
     return {
         "adapter": moved(base, data, folder / "1", ADAPTER),
