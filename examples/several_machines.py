@@ -8,11 +8,13 @@ import sys
 
 import muletrain
 
-if len(sys.argv) > 1:
-    muletrain.join(sys.argv[1]).wait()
+given = sys.argv[1] if len(sys.argv) > 1 else "200"
+if not given.isdecimal():
+    muletrain.join(given).wait()
 else:
-    run = muletrain.start(model={"layers": 4, "width": 256, "heads": 4}, fleet={"stages": 2}, train={"steps": 200})
-    print("on the other machines: python examples/several_machines.py", run.ticket)
+    model = {"layers": 4, "width": 256, "heads": 4}
+    run = muletrain.start(model=model, fleet={"stages": 2}, train={"steps": int(given)})
+    print("on the other machines: python examples/several_machines.py", run.ticket, flush=True)
     for event in run.events():
         if event.kind == "peer_down":
             print("gone:", event)

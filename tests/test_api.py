@@ -216,6 +216,7 @@ def test_what_a_callback_raises_ends_the_run() -> None:
 def test_errors_are_those_of_the_command(call: Callable[[], Any], why: str) -> None:
     with pytest.raises((MuletrainError, ConfigError), match=why):
         call().wait(240)
+    assert not Path("runs").exists(), "what the script gave is gone, too"
 
 
 SCRIPT = """

@@ -52,6 +52,18 @@ def test_a_callback_stops_a_run(tmp_path: Path) -> None:
     assert "step     3" in out
 
 
+def test_three_machines_meet_by_a_ticket(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "several_machines.py")]
+    with subprocess.Popen([*command, "4"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        line = next(line for line in first.stdout if line.startswith("on the other machines: "))
+        others = [subprocess.Popen([*command, line.split()[-1]], cwd=tmp_path) for _ in range(2)]
+        said = first.stdout.read()
+        codes = [other.wait(240) for other in others]
+    assert "'step': 4, 'steps': 4" in said
+    assert codes == [0, 0]
+
+
 def test_a_module_of_the_script_learns_from_its_images(tmp_path: Path) -> None:
     out = script(tmp_path, "own_module.py", "40")
     found = re.search(r"held-out loss [\d.]+, (\d+)% of 100 held-out images right", out)

@@ -73,6 +73,11 @@ class Endless(IterableDataset[Any]):
         return itertools.repeat(self._sample)
 
 
+class Raising(Squares):
+    def __getitem__(self, k: int) -> tuple[Tensor, int]:
+        raise KeyError("image 0 is missing")
+
+
 class Unsized:
     def __getitem__(self, k: int) -> str:
         return str(k)
@@ -190,7 +195,11 @@ def test_samples_are_read_elsewhere_as_they_are_here() -> None:
 
 
 def test_both_sides_may_be_given() -> None:
-    for data in ((Squares(30), Squares(10)), {"path": Squares(30), "validation": Squares(10), "on_error": "skip"}):
+    for data in (
+        (Squares(30), Squares(10)),
+        [Squares(30), Squares(10)],
+        {"path": Squares(30), "validation": Squares(10), "on_error": "skip"},
+    ):
         found = fields(model=Net(), data=data)
         trusted.trust(found["data.factory"])
         built = SampleData.build(found["data.factory"])
@@ -367,6 +376,7 @@ def on_meta() -> nn.Module:
         ({"data": itertools.repeat("a")}, r"data: 1,000 rows and no end; give something with a length"),
         ({"data": Endless({"text": "a"})}, r"data: 1,000 rows and no end"),
         ({"data": Endless((1.0, 2)), "model": Net()}, r"data: Endless has no length and no order"),
+        ({"data": Raising(), "model": Net()}, r"data: Raising\[0\] raises KeyError: 'image 0 is missing'"),
         ({"data": Unsized()}, r"data: Unsized has no length; give it __len__"),
         ({"data": [[1, 2]], "model": "a/b"}, r"data: name the token that ends a document of this model"),
         ({"train": 3}, r"train=3: give the fields of the section"),

@@ -137,7 +137,7 @@ class Given:
             data = data.to_dict("records")
         if hasattr(data, "items"):
             return self._sides(dict(data))
-        if isinstance(data, tuple) and len(data) == 2 and all(_is_samples(side) for side in data):
+        if isinstance(data, tuple | list) and len(data) == 2 and all(_is_samples(side) for side in data):
             return self._samples(*data)
         return self._side(data, "data")
 
@@ -298,7 +298,12 @@ def _is_samples(data: Any) -> bool:
         return False
     if hasattr(data, "items") or hasattr(data, "column_names") or not len(data):
         return False
-    first = data[0]
+    try:
+        first = data[0]
+    except Exception as e:  # of the user's code
+        raise ConfigError(
+            f"data: {type(data).__name__}[0] raises {type(e).__name__}: {e}; samples have numbers from 0 on"
+        ) from e
     return isinstance(first, tuple) and len(first) == 2
 
 

@@ -63,13 +63,11 @@ def benchmarks(
     try:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
     except ImportError as e:
         raise ConfigError(f"--tasks: it needs the package lm-eval ({e}); {INSTALL}") from None
     if include is not None and not include.is_dir():
         raise ConfigError(f"--include {include}: no such folder; give the one that has the tasks' YAML files")
-    known = TaskManager(include_path=None if include is None else str(include))
-    _check(tasks, known)
+    known = _known(tasks, include)
     device = str(pick_device("auto"))
     size: int | str = "auto" if device.startswith("cuda") else BATCH
     with _as_pretrained(where) as about:
@@ -86,7 +84,16 @@ def benchmarks(
     return _scores(found)
 
 
-def _check(tasks: Sequence[str], known: Any) -> None:
+def _known(tasks: Sequence[str], include: Path | None) -> Any:
+    """An index that has all of ``tasks``; that of lm-eval's own takes seconds, and is made if it is needed. Raises
+    ConfigError."""
+    from lm_eval.tasks import TaskManager
+
+    if include is not None:
+        own = TaskManager(include_path=str(include), include_defaults=False)
+        if {*tasks} <= {*own.all_tasks}:
+            return own
+    known = TaskManager(include_path=None if include is None else str(include))
     for task in tasks:
         if task not in known.all_tasks:
             near = difflib.get_close_matches(task, known.all_tasks, n=3)
@@ -94,6 +101,7 @@ def _check(tasks: Sequence[str], known: Any) -> None:
             raise ConfigError(
                 f"--tasks: lm-eval has no task '{task}'{like}; 'lm-eval ls tasks' lists all, --include FOLDER adds yours"
             )
+    return known
 
 
 @contextmanager
