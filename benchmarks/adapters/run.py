@@ -193,6 +193,8 @@ def main() -> None:
         cut = spec.cut(2)
         results |= {"params": spec.cut_params(cut), "adapter": sum(spec.trained_params(cut, s) for s in range(2))}
         results["stage 1"] = {"adapter": spec.trained_params(cut, 1), "base": spec.base_bytes(cut, 1)}
+        whole = facts_of(base).spec
+        results["all"] = whole.stage_params(whole.cut(2), 1)
         if "speed" in given.only:
             results["speed"] = asyncio.run(speed(base, given.pairs, 4))
         if "bytes" in given.only:

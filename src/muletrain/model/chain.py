@@ -357,6 +357,10 @@ class Model(ABC):
         """``base`` of ``stage``, as it is held."""
         return self.base_size * self.base_params(self.parts_of(cut, stage))
 
+    def frozen_flops(self, part: int) -> float:
+        """The forward FLOPs per token of a part with weights of ``base``, of which backward computes no gradient."""
+        return 2.0 * self.base_params(range(part, part + 1)) if part else 0.0  # the first part looks up
+
     def recast_bytes(self, cut: Cut, stage: int, size: int, *, by_block: bool) -> int:
         """``base`` of the largest part of ``stage`` in a working precision of ``size`` bytes, if it is held in another one:
         the part's weights are converted while it computes. ``by_block``: of two parts (measured)."""

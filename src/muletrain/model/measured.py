@@ -70,6 +70,9 @@ class MeasuredModel(Model):
         found.inner = self.inner.compressed(compression)
         return found
 
+    def frozen_flops(self, part: int) -> float:
+        return 0.0  # what was measured has no such gradients
+
     def flops_of(self, layer: int, tokens: int | None = None) -> float:
         counted = self.inner.flops_of(layer)
         return self._flops[1 + layer] * (self.inner.flops_of(layer, tokens) / counted if counted else 1.0)

@@ -15,7 +15,8 @@ class StageCost:
     """Costs of one stage on any machine."""
 
     forward_flops: float
-    """Operations of one microbatch forward; a backward takes twice as many, and three times with recomputation."""
+    """Operations of one microbatch forward; a backward takes twice as many, and three times with recomputation, less
+    ``frozen_flops``."""
     recomputable: bool
     """False for the last stage, which computes both passes at once."""
     state_bytes: int
@@ -25,6 +26,8 @@ class StageCost:
     tied_bytes: int = 0
     """The part of ``averaged_bytes`` that is shared with another stage: each peer takes the other stage's mean, once
     both stages have averaged."""
+    frozen_flops: float = 0.0
+    """The part of ``forward_flops`` with weights that are not trained: backward computes no gradient of these."""
     ending_s: float = 0.0
     """Seconds at the end of a step beside messages and links: measured overhead, and updates on the CPU."""
 
@@ -62,8 +65,8 @@ class RunCost:
 def service_s(stage: StageCost, flops: float, *, recompute: bool, by_block: bool = False) -> tuple[float, float]:
     """Seconds of one microbatch forward and backward at ``flops`` operations per second. ``by_block``: backward computes
     each block again, also in the last stage."""
-    forward_s = stage.forward_flops / flops
-    return forward_s, forward_s * (3 if by_block or (recompute and stage.recomputable) else 2)
+    forward_s, times = stage.forward_flops / flops, 3 if by_block or (recompute and stage.recomputable) else 2
+    return forward_s, times * forward_s - stage.frozen_flops / flops
 
 
 def all_reduce_s(nbytes: float, members: int, narrowest: float, path: float) -> float:

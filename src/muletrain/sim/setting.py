@@ -196,7 +196,8 @@ def run_cost(config: RunConfig, spec: Model, cut: Cut) -> RunCost:
         ending_s = UPDATE_S * params if config.optimizer.state_device == "cpu" else 0.0
         exchanged = spec.trained_params(cut, s), spec.shared_params(cut, s)
         averaged, tied = (flat_size(config.wire.gradients, n) for n in exchanged)
-        costs.append(StageCost(flops, s < stages - 1, state, averaged, tied, ending_s))
+        frozen = sum(map(spec.frozen_flops, spec.parts_of(cut, s))) * sequences * tokens
+        costs.append(StageCost(flops, s < stages - 1, state, averaged, tied, frozen, ending_s))
     return RunCost(
         stages=tuple(costs),
         forward_bytes=(inputs + targets, *(boundary + targets for _ in range(stages - 1))),

@@ -87,7 +87,8 @@ def blocks_of(
         params: int, forward_flops: float, graph: float, parts: Sequence[int | Kind], passed: float = goes_on
     ) -> Layer:
         forward_s = forward_flops * tokens / flops
-        backward_s = BACKWARD * forward_s
+        frozen = sum(spec.frozen_flops(part) for part in parts if isinstance(part, int)) if spec.base else 0.0
+        backward_s = BACKWARD * forward_s - frozen * tokens / flops
         if times is not None:
             forward_s = tokens * sum(times[part][0] for part in parts)
             backward_s = forward_s + tokens * sum(times[part][1] for part in parts)

@@ -160,7 +160,8 @@ def scheduled(question: Question, scene: Scene, schedule: Schedule, pipelines: i
         offer, need = question.offer(kind.name), needs[stage]
         if kind.declared or stage == len(needs) - 1 or kept * need.on(offer).graph <= stash_room(offer, need):
             return kind.backward_s[stage]
-        return max(kind.backward_s[stage], 3 * kind.forward_s[stage])
+        cost = setting.cost.stages[stage]
+        return max(kind.backward_s[stage], (3 - cost.frozen_flops / cost.forward_flops) * kind.forward_s[stage])
 
     kinds = (replace(kind, backward_s=tuple(backward_s(kind, s) for s in range(len(needs)))) for kind in setting.kinds)
     return replace(scene, setting=replace(setting, kinds=tuple(kinds)))
