@@ -80,10 +80,10 @@ class Host:
         store = store_of(config, facts.spec, [*named, *own_folders(config, self.spec.model)])
         if store is not None:
             tasks = Tasks()
-            BaseGiver(network, tasks, store, self._gave_base)
+            BaseGiver(network, tasks, store, self._heard)
             self._base = BaseTaker(network, self.clock, tasks, store, self.log.note)
 
-    def _gave_base(self, taker: PeerId) -> None:
+    def _heard(self, taker: PeerId) -> None:
         if self.rendezvous is not None:
             self.rendezvous.goes_on(taker)
 
@@ -92,11 +92,13 @@ class Host:
         had."""
         if self._base is None:
             return None
-        found = await self._base.weights(facts.spec.parts_of(facts.cut, stage), lambda: self._givers(stage))
-        for problem in self._base.store.problems:
-            self.log.note(problem)
-        self._base.store.problems.clear()
-        return found
+        problems = self._base.store.problems
+        try:
+            return await self._base.weights(facts.spec.parts_of(facts.cut, stage), lambda: self._givers(stage))
+        finally:
+            for problem in problems:
+                self.log.note(problem)
+            problems.clear()
 
     def _givers(self, stage: int) -> list[PeerId]:
         """Peers that may have the base of ``stage``: its own, the run's founder, and those of the ticket."""
