@@ -354,6 +354,20 @@ def test_a_part_that_is_not_here_is_read_once(tmp_path: Path) -> None:
     assert held.problems == ["a folder is not used: its weights are not those that the run began with"]
 
 
+def test_a_taker_names_its_useless_folder_before_it_takes_the_weights(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        world.giver("one")
+        taker = world.taker()
+        taker.store.readers = [("a folder", lambda: weights(1).__getitem__)]
+        check(await all_of(taker, ["one"]))
+        assert [note.partition(",")[0] for note in world.said] == [
+            "a folder is not used: its weights are not those that the run began with",
+            "4.29 MiB of the model's weights are not here: they come from other peers",
+        ]
+
+    in_world(tmp_path, scenario)
+
+
 def test_who_has_nobody_to_ask_fails_at_once(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         with pytest.raises(PeerUnreachable):

@@ -92,13 +92,7 @@ class Host:
         had."""
         if self._base is None:
             return None
-        problems = self._base.store.problems
-        try:
-            return await self._base.weights(facts.spec.parts_of(facts.cut, stage), lambda: self._givers(stage))
-        finally:
-            for problem in problems:
-                self.log.note(problem)
-            problems.clear()
+        return await self._base.weights(facts.spec.parts_of(facts.cut, stage), lambda: self._givers(stage))
 
     def _givers(self, stage: int) -> list[PeerId]:
         """Peers that may have the base of ``stage``: its own, the run's founder, and those of the ticket."""

@@ -319,6 +319,8 @@ class BaseTaker:
         where the cache cannot be written."""
         found = {part: await self.tasks.aside(self.store.part, part) for part in parts}
         missing = [part for part in parts if found[part] is None]
+        while self.store.problems:
+            self.tell(self.store.problems.pop())
         self._left = sum(map(self.store.size, missing))
         for part in missing:
             try:
