@@ -354,6 +354,17 @@ def test_a_part_that_is_not_here_is_read_once(tmp_path: Path) -> None:
     assert held.problems == ["a folder is not used: its weights are not those that the run began with"]
 
 
+def test_parts_that_others_asked_for_leave_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "TAKERS", 1)
+    held = store(tmp_path, RIGHT)
+    assert held.part(1) is not None
+    for digest in 2 * DIGESTS:
+        image = held.image(digest)
+        assert image is not None
+        assert image.digest == digest
+        assert held._images.keys() == {1, DIGESTS.index(digest)}
+
+
 def test_a_taker_names_its_useless_folder_before_it_takes_the_weights(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         world.giver("one")

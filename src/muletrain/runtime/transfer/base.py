@@ -86,18 +86,29 @@ class BaseStore:
     """Why folders were not used."""
     _images: dict[int, tuple[StateImage, Mapping[str, Tensor]]] = field(default_factory=dict)
     _read: set[int] = field(default_factory=set)
-    """Parts that were looked for in the folders. Anyone may ask for a part that is not here, and reading takes long."""
+    """Parts that the folders do not have. Anyone may ask for them, and reading takes long."""
+    _own: set[int] = field(default_factory=set)
+    _given: list[int] = field(default_factory=list)
+    """Parts that others asked for, the last one first. Weights that are converted (``AdapterConfig.base``) lie in memory,
+    which has no room for all parts."""
     _wrong: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Size and time of a part's file in the cache that held something else."""
 
     def part(self, part: int) -> Mapping[str, Tensor] | None:
         """The weights of ``part`` by name; None: they are not here."""
+        self._own.add(part)
         found = self._found(part)
         return None if found is None else found[1]
 
     def image(self, digest: bytes) -> StateImage | None:
         """The copy with that digest; None: it is not here, or no part of this base."""
-        found = self._found(self.digests.index(digest)) if digest in self.digests else None
+        if digest not in self.digests:
+            return None
+        part = self.digests.index(digest)
+        found = self._found(part)
+        self._given = [part, *(p for p in self._given if p != part)][:TAKERS]
+        for other in self._images.keys() - self._own - {*self._given}:
+            del self._images[other]
         return None if found is None else found[0]
 
     def _found(self, part: int) -> tuple[StateImage, Mapping[str, Tensor]] | None:
@@ -111,13 +122,12 @@ class BaseStore:
         return self._images.get(part)
 
     def _in_folders(self, part: int) -> Iterator[Mapping[str, Tensor]]:
-        """What the folders have for ``part``, once."""
+        """What the folders have for ``part``; nothing after that was wrong once."""
         names = self.model.base_in(part)
         if not names:
             yield {}
         if not names or part in self._read:
             return
-        self._read.add(part)
         for where, reader in self.readers:
             why = "its weights are not those that the run began with"
             try:
@@ -127,6 +137,7 @@ class BaseStore:
                 why = str(e)
             if (problem := f"{where} is not used: {why}") not in self.problems:  # we come here if the digest differs
                 self.problems.append(problem)
+        self._read.add(part)
 
     def _in_cache(self, part: int) -> Iterator[Mapping[str, Tensor]]:
         """What the cache has for ``part``, unless the file is still being written, or was wrong before."""
