@@ -169,14 +169,22 @@ def test_a_fleet_trains_an_adapter_as_peft_does_though_a_peer_is_killed(
     assert {w.dtype for w in base.values() if w.ndim > 1} == {kind}
 
 
-@pytest.mark.parametrize(("strategy", "dora"), [("hub", "false"), ("swap", "false"), ("swap", "true")])
-def test_clients_and_swapped_stages_train_adapters(tmp_path: Path, strategy: str, dora: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "dora", "name"),
+    [
+        ("hub", "false", "llama-linear"),
+        ("swap", "false", "llama-linear"),
+        ("swap", "true", "llama-linear"),
+        ("swap", "false", "qwen3-tied"),
+    ],
+)
+def test_clients_and_swapped_stages_train_adapters(tmp_path: Path, strategy: str, dora: str, name: str) -> None:
     profile = tmp_path / "fleet.toml"
     profile.write_text('[[machines]]\nname = "home"\ncount = 8\n[pacing]\nforward_ms = 40.0\nbackward_ms = 80.0\n')
     hub = ("hub.clients=2", "train.microbatch=4", "train.steps=6", f"fleet.profile={profile}")
     swap = ("swap.whole=true", "fleet.stages=1", "fleet.peers=2", "train.steps=6")
     asked = (*(hub if strategy == "hub" else swap), f"adapter.dora={dora}")
-    facts, cache = facts_of(tmp_path, "llama-linear", *asked)
+    facts, cache = facts_of(tmp_path, name, *asked)
     torch.set_num_threads(1)
     expected, losses = train_plainly(facts, facts.source(cache), Peft(facts, tmp_path / "base"))
     small = {"each": lambda name: {"memory_gib": 0.002}} if strategy == "swap" else {}

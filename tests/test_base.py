@@ -20,6 +20,7 @@ from muletrain.locks import lock
 from muletrain.network.memory import MemoryHub
 from muletrain.runs import base as runs_base
 from muletrain.runs.base import KIND
+from muletrain.runs.spec import WorkerSpec
 from muletrain.runtime.core.disk import SPARE_BYTES, Disk
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.transfer import base
@@ -28,6 +29,8 @@ from muletrain.runtime.transfer.blocks import BLOCK, Manifest, StateImage
 from muletrain.runtime.transfer.messages import AskBase, BaseBlock
 from muletrain.sim.loop import run_virtually
 from muletrain.wire.codec import RAW, Encoded
+
+from .runners import TICKET, host_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -352,6 +355,13 @@ def test_a_part_that_is_not_here_is_read_once(tmp_path: Path) -> None:
         assert held.image(DIGESTS[2]) is None
     assert read == ["norm"]
     assert held.problems == ["a folder is not used: its weights are not those that the run began with"]
+
+
+def test_a_client_asks_also_the_servers_that_it_has_heard_of(tmp_path: Path) -> None:
+    spec = WorkerSpec(role="join", name="n", folder=str(tmp_path), ticket=TICKET, client=True)
+    host = host_of(spec)
+    host.known.update({"server": "peer-1"})
+    assert host._givers(0) == ["server"], "the others may have left"
 
 
 def test_parts_that_others_asked_for_leave_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,13 +95,15 @@ class Host:
         return await self._base.weights(facts.spec.parts_of(facts.cut, stage), lambda: self._givers(stage))
 
     def _givers(self, stage: int) -> list[PeerId]:
-        """Peers that may have the base of ``stage``: its own, the run's founder, and those of the ticket."""
+        """Peers that may have the base of ``stage``: its own, the run's founder, those of the ticket, and those that a
+        client has heard of: the others may have left."""
         genesis = self.genesis if self.roster is None else self.roster.genesis
         first = () if self.roster is None else self.roster.stage(stage)
         if genesis is not None:
             first = first or tuple(m.id for m in genesis.members if m.stage == stage)
             first = (*first[:MOST_GIVERS], genesis.coordinator)
-        return [*first, *members_in(self.ticket.addresses)]
+        heard = [*self.known][-MOST_GIVERS:] if self.spec.client else []
+        return [*first, *members_in(self.ticket.addresses), *heard]
 
     def names(self) -> dict[PeerId, str]:
         """Names of the peers in the run, as far as this peer knows, by id."""
