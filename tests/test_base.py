@@ -1,4 +1,4 @@
-"""The weights beside an adapter go from peer to peer: who lacks a part takes it from several, checked block by block."""
+"""The weights beside an adapter go from peer to peer: a taker gets a part from several givers, and checks each block."""
 
 from __future__ import annotations
 

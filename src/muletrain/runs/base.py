@@ -36,7 +36,7 @@ _HUB = re.compile(r"(?:^|/)(models--[\w.-]+/snapshots/[0-9a-f]{40})$")
 
 
 class Digests(Section):
-    """An entry of the cache: what a folder's files gave."""
+    """An entry of the cache: the digests of a folder's weights."""
 
     digests: tuple[str, ...]
 
@@ -60,8 +60,8 @@ def digests_of(folder: Path, model: TracedModel, kind: str, note: Callable[[str]
 
 
 def store_of(config: RunConfig, model: Model, folders: Sequence[Path]) -> BaseStore | None:
-    """What this machine has of the base, of a run on ``model``; None: the model has none. ``folders``: may have the
-    model. Raises ConfigError for a configuration without digests."""
+    """The base of ``model`` on this machine; None: the model has none. ``folders``: places to look for the model. Raises
+    ConfigError for a configuration without digests."""
     if not model.base:
         return None
     digests = config.adapter.digests

@@ -1,9 +1,9 @@
-"""The weights beside an adapter (``Model.base``), which are not trained: each machine reads them itself.
+"""Each machine reads the weights beside an adapter (``Model.base``), which are not trained, itself.
 
-The run's configuration names the copy of each part of the chain by digest (``adapter.digests``). A machine takes a part
-from a folder with the model, or from its cache, both checked, and else from other peers, block by block; what came
-stays in the cache. Tensors are views of files, whose pages all processes of a machine share. Before it builds a stage a
-process may be no member yet, so anyone in the run may ask, and each giver bounds what it sends.
+The run's configuration names each part of the chain by a digest (``adapter.digests``). A machine reads a part from a
+folder with the model or from its cache, and checks the digest. Other peers send a missing part, block by block, and the
+part stays in the cache. Tensors are views of files, whose pages all processes of a machine share. A newcomer asks before
+it is a member, so any peer of the run may ask, and each giver bounds the number of takers and of blocks.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ SEND_S = 60.0
 CALL_S = 30.0
 """Seconds for a giver to confirm the sending of blocks."""
 STALLED_S = 120.0
-"""Seconds without a block from one giver, after which others are asked for what it should have sent."""
+"""Seconds without a block from one giver, after which the taker asks other givers for its blocks."""
 LONGEST_S = 600.0
-"""Seconds without a block and without a place in a queue, after which the base counts as not to be had."""
+"""Seconds without a block and without a busy giver, after which the taker gives up."""
 PAUSE_S, PAUSE_MAX_S = 1.0, 20.0
 """Seconds between two rounds of questions, at first and at most; doubles."""
 TOLD_S = 60.0
@@ -73,7 +73,7 @@ BUSY = "this peer gives the base to others now; ask again later"
 
 @dataclass
 class BaseStore:
-    """The base on this machine's disks. All methods read or write files, so call them in a thread.
+    """Holds the base on this machine's disks. All methods read or write files, so call them in a thread.
 
     ``digests``: of each part of the chain. ``readers``: loaders of weights by name from folders that may have the model,
     each with the folder's name. ``cache``: folder of parts that came from peers."""
@@ -239,7 +239,7 @@ def _numbers(shape: Sequence[int]) -> int:
 
 
 class BaseGiver:
-    """Gives parts of the base to whoever in the run asks."""
+    """Gives parts of the base to the peers of the run that ask."""
 
     def __init__(
         self, net: Network, tasks: Tasks, store: BaseStore, heard: Callable[[PeerId], object] = lambda taker: None
@@ -251,7 +251,7 @@ class BaseGiver:
         net.serve(AskBase.KIND, self._on_ask)
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises MuletrainError for a part that is not here, and for more than a taker may have."""
+        """Raises MuletrainError for a missing part, and for too many blocks or takers."""
         ask = AskBase.unpack(payload)
         self._heard(sender)
         copy = await self._tasks.aside(self._store.image, ask.digest)
