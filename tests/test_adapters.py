@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -62,10 +63,14 @@ EXACT = [
 
 
 def base_of(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
-    """A model's folder with a tokenizer that has a chat template."""
+    """A model's folder with a tokenizer that has a chat template. ``name`` may end with '-tied'."""
     chat_tokenizer(folder, SMOLLM_3, VOCAB)
-    kept = NO_DROPOUT if name == "gpt2" else {}
-    model = new_model(name, vocab_size=VOCAB, bos_token_id=0, eos_token_id=1, pad_token_id=0, **kept)
+    kept: dict[str, Any] = {**NO_DROPOUT} if name == "gpt2" else {}
+    if name.endswith("-tied"):
+        kept["tie_word_embeddings"] = True
+    model = new_model(
+        name.removesuffix("-tied"), vocab_size=VOCAB, bos_token_id=0, eos_token_id=1, pad_token_id=0, **kept
+    )
     model.to(dtype).save_pretrained(folder)
     return folder
 
@@ -128,6 +133,7 @@ def own(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         pytest.param("qwen3-moe", ('adapter.targets=["q_proj", "k_proj", "v_proj", "o_proj"]',)),
         ("gpt2", ("adapter.dora=true",)),
         ("llama-linear", ("adapter.dora=true", "adapter.rslora=true")),
+        ("qwen3-tied", ()),
     ],
 )
 def test_a_fleet_trains_an_adapter_as_peft_does_though_a_peer_is_killed(
@@ -163,14 +169,22 @@ def test_a_fleet_trains_an_adapter_as_peft_does_though_a_peer_is_killed(
     assert {w.dtype for w in base.values() if w.ndim > 1} == {kind}
 
 
-@pytest.mark.parametrize(("strategy", "dora"), [("hub", "false"), ("swap", "false"), ("swap", "true")])
-def test_clients_and_swapped_stages_train_adapters(tmp_path: Path, strategy: str, dora: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "dora", "name"),
+    [
+        ("hub", "false", "llama-linear"),
+        ("swap", "false", "llama-linear"),
+        ("swap", "true", "llama-linear"),
+        ("swap", "false", "qwen3-tied"),
+    ],
+)
+def test_clients_and_swapped_stages_train_adapters(tmp_path: Path, strategy: str, dora: str, name: str) -> None:
     profile = tmp_path / "fleet.toml"
     profile.write_text('[[machines]]\nname = "home"\ncount = 8\n[pacing]\nforward_ms = 40.0\nbackward_ms = 80.0\n')
     hub = ("hub.clients=2", "train.microbatch=4", "train.steps=6", f"fleet.profile={profile}")
     swap = ("swap.whole=true", "fleet.stages=1", "fleet.peers=2", "train.steps=6")
     asked = (*(hub if strategy == "hub" else swap), f"adapter.dora={dora}")
-    facts, cache = facts_of(tmp_path, "llama-linear", *asked)
+    facts, cache = facts_of(tmp_path, name, *asked)
     torch.set_num_threads(1)
     expected, losses = train_plainly(facts, facts.source(cache), Peft(facts, tmp_path / "base"))
     small = {"each": lambda name: {"memory_gib": 0.002}} if strategy == "swap" else {}
@@ -245,6 +259,33 @@ def test_from_the_command_line_to_peft_and_back(tmp_path: Path, name: str, dora:
     assert "What is" not in muletrain(tmp_path, "generate", str(run), "What is 2 plus 2?", "--tokens", "4")
 
 
+def test_a_run_on_conversations_goes_on_when_its_model_has_moved(tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base", "qwen2", torch.bfloat16)
+    data = write_rows(tmp_path / "chat.jsonl", chats(60))
+    settings = [f"model.from={base}", f"data.path={data}", "adapter.rank=4", "train.steps=2", "model.context=48"]
+    settings += ["fleet.stages=1", "fleet.peers=1", "train.batch=4"]
+    muletrain(tmp_path, "run", *(word for text in settings for word in ("--set", text)))
+    run = next((tmp_path / "runs").glob("*-run"))
+
+    def resume(*settings: str) -> subprocess.CompletedProcess[str]:
+        words = [word for text in settings for word in ("--set", text)]
+        asked = command("run", "--resume", str(run), *words, settings=[])
+        return subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+
+    done = resume("train.steps=3")
+    assert done.returncode == 0, done.stderr
+    moved = base.rename(tmp_path / "moved")
+    assert "--set model.from=FOLDER if a run's moved" in resume("train.steps=4").stderr
+    base_of(base, "qwen2", torch.bfloat16)
+    weights = load_file(base / "model.safetensors")
+    save_file({n: w + 1 for n, w in weights.items()}, base / "model.safetensors", metadata={"format": "pt"})
+    said = resume("train.steps=4").stderr
+    assert f"{base} has other weights than the model that the adapter was trained with" in said
+    done = resume("train.steps=4", f"model.from={moved}")
+    assert done.returncode == 0, done.stderr
+    assert Checkpoint.open(run).step == 4
+
+
 def test_five_minutes_of_the_docs(tmp_path: Path) -> None:
     """Each command of the section, with a tiny model in place of the named one."""
     text = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
@@ -279,6 +320,14 @@ def test_wrong_settings_are_refused(tmp_path: Path, overrides: list[str], why: s
     base_of(tmp_path / "base", "qwen2")
     with pytest.raises((ConfigError, CheckpointError), match=why):
         facts_of(tmp_path, "qwen2", *overrides)
+
+
+def test_tied_weights_beside_an_adapter_bind_no_stages(tmp_path: Path) -> None:
+    facts, _ = facts_of(tmp_path, "qwen2-tied", "fleet.stages=3")
+    assert {name: found.parts for name, found in facts.spec.tied.items()} == {"model.embed_tokens.weight": (0, 4)}
+    assert all("model.embed_tokens.weight" in facts.spec.base_in(part) for part in (0, 4))
+    assert facts.plan().tied is None, "no gradients to add"
+    assert facts.spec.most_stages == 3
 
 
 def test_experts_are_no_linear_layers(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from muletrain.model.spec import ModelSpec
 from muletrain.runs.assemble import RunFacts
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.parts import write_first_checkpoint
+from muletrain.runtime.checkpoint.store import Folder
+from muletrain.runtime.recovery.messages import HeldPart
 from tests.whole_model import build_full
 
 if TYPE_CHECKING:
@@ -158,6 +160,9 @@ def test_first_weights_are_handed_out_as_the_checkpoint_of_step_0(tmp_path: Path
     found = checkpoint.weights()
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
+    ((key, parts),) = Folder(tmp_path / "checkpoints", keep=2).complete().items()
+    for stage, part in parts.items():  # as a peer says where it could step back to
+        HeldPart(step=key.step, lineage=key.lineage, stage=stage, digest=part.digest)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"step-00000000 cannot be written .*free 0\.0 GB"):
         write_first_checkpoint(facts, Cache, tmp_path / "file", "run", told.append)  # type: ignore[arg-type]

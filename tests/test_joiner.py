@@ -137,6 +137,15 @@ def test_a_name_that_could_not_name_a_file_and_data_that_are_not_there_are_refus
         )
     with pytest.raises(MuletrainError, match="--announce"):
         join_run(ticket, listening=Listening("127.0.0.1", 0, ("1.2.3.4:4000",)), device="cpu", threads=1, json=True)
+    with pytest.raises(MuletrainError, match=r"--model: .*nowhere is no folder .* or leave --model out"):
+        join_run(
+            ticket,
+            listening=Listening("127.0.0.1", 0, ()),
+            device="cpu",
+            threads=1,
+            json=True,
+            model=str(tmp_path / "nowhere"),
+        )
     assert not list(tmp_path.iterdir()), "no folder of a run that never began"
 
 

@@ -188,9 +188,9 @@ def _called(call: Any, place: str) -> Any:
     return {**call, "function": function} if "function" in call else function
 
 
-def resolved(config: DataConfig) -> DataConfig:
-    """``config`` with the format of its rows, by the first one, and with the text of the chat template. Raises
-    DataError."""
+def resolved(config: DataConfig, before: str | None = None) -> DataConfig:
+    """``config`` with the format of its rows, by the first one, and with the text of the chat template. ``before``: see
+    ``chat_template``. Raises DataError."""
     if config.factory is not None:
         return config
     found = config.format
@@ -203,7 +203,7 @@ def resolved(config: DataConfig) -> DataConfig:
         raise DataError(
             f"data.chat_template: '{config.path}' holds plain text, not conversations; leave it out, or set data.format"
         )
-    return known.model_copy(update={"chat_template": chat_template(known)}) if known.counts else known
+    return known.model_copy(update={"chat_template": chat_template(known, before)}) if known.counts else known
 
 
 # Templates ------------------------------------------------------------------------------------------------------------
@@ -214,13 +214,16 @@ def is_resolved(template: str | None) -> bool:
     return template is not None and template.startswith(_RESOLVED)
 
 
-def chat_template(config: DataConfig) -> str:
-    """The text of ``data.chat_template``, or the tokenizer's own, with its special tokens bound. Raises DataError."""
+def chat_template(config: DataConfig, before: str | None = None) -> str:
+    """The text of ``data.chat_template``, or the tokenizer's own, with its special tokens bound. ``before``: what this
+    gave when a resumed run began, for a tokenizer that is only a file now. Raises DataError."""
     given = config.chat_template
     if given is not None and is_resolved(given):
         return given
     own, tokens = _declared(config.tokenizer)
     if given is None and own is None:
+        if before is not None:
+            return before
         raise DataError(
             f"data.chat_template: the tokenizer '{config.tokenizer}' declares no chat template, and data.path holds "
             f"conversations; set it to 'chatml', to a file of Jinja text, or to the template of a model that was trained alike"

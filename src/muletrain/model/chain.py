@@ -285,15 +285,16 @@ class Model(ABC):
         return {}
 
     def users(self, cut: Cut) -> dict[str, tuple[int, ...]]:
-        """By name of ``tied``, the stage of each part that uses the parameter. Each stage has a copy, and the copies'
-        gradients are added (``optim.tied``)."""
+        """By name of ``tied``, but for ``base``, the stage of each part that uses the parameter. Each stage has a copy, and
+        the copies' gradients are added (``optim.tied``)."""
         stage_of = [0, *(stage for stage, (first, end) in enumerate(cut) for _ in range(first, end)), len(cut) - 1]
-        return {name: tuple(stage_of[part] for part in found.parts) for name, found in self.tied.items()}
+        tied = {name: found for name, found in self.tied.items() if name not in self.base}
+        return {name: tuple(stage_of[part] for part in found.parts) for name, found in tied.items()}
 
     @property
     def most_stages(self) -> int:
         """The largest number of stages for a cut."""
-        pairs = {found.parts for found in self.tied.values()}
+        pairs = {found.parts for name, found in self.tied.items() if name not in self.base}
         if self.compression is not None and self.compression.after is not None:
             return len(self.compression.after) + 1
         return self.layers if not pairs or (len(pairs) == 1 and len(pairs.pop()) == 2) else 1
@@ -402,7 +403,7 @@ class Model(ABC):
     def copied_params(self, cut: Cut, stage: int) -> int:
         """Parameters in its state that ``stage`` shares with an earlier stage, and that the costs of the parts do not
         count."""
-        users = ((name, stages) for name, stages in self.users(cut).items() if name not in self.base)
+        users = self.users(cut).items()
         shared = (name for name, stages in users if stage in stages and stage != stages[0])
         return sum(self.tied[name].size for name in shared)
 

@@ -247,8 +247,7 @@ def build_compute(
     """Build the stage's compute, paced if the fleet profile declares service times. ``part``: the checkpoint part with
     the stage's weights; default: ``model.from``, or drawn from the seed. ``updates``: see ``StageSetup``. ``folder``:
     private to this peer, for a stage that is larger than the device. ``base``: the stage's weights of ``Model.base``. Raises
-    CheckpointError, and CapacityError if the
-    stage can only be swapped and backing memory is too small."""
+    CheckpointError, and CapacityError if the stage can only be swapped and backing memory is too small."""
     config, need = facts.config, (facts.needs() if updates else facts.client_needs())[stage].on(machine.offer)
     setup = StageSetup(
         optimizer=config.optimizer,

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from muletrain.model.chain import Model
     from muletrain.model.traced.chain import TracedModel
 
-KIND = "bases"
-"""The cache's folder."""
+KIND, DIGESTS = "bases", "base_digests"
+"""Folders of the cache: parts of bases, and entries of ``Digests``, of which few are kept."""
 LONG_BYTES = 2 << 30
 """Bytes whose reading takes seconds."""
 _HUB = re.compile(r"(?:^|/)(models--[\w.-]+/snapshots/[0-9a-f]{40})$")
@@ -36,7 +36,7 @@ _HUB = re.compile(r"(?:^|/)(models--[\w.-]+/snapshots/[0-9a-f]{40})$")
 
 
 class Digests(Section):
-    """An entry of the cache: what a folder's files gave."""
+    """An entry of the cache: the digests of a folder's weights."""
 
     digests: tuple[str, ...]
 
@@ -46,7 +46,7 @@ def digests_of(folder: Path, model: TracedModel, kind: str, note: Callable[[str]
     them. All are read, unless files of these sizes and times were read before. Raises CheckpointError."""
     files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.glob("*.safetensors"))]
     about = {"folder": str(folder), "files": files, "model": model.to_json(), "kind": kind}
-    if (entry := kept(KIND, about, Digests)) is not None and len(entry.digests) == model.layers + 2:
+    if (entry := kept(DIGESTS, about, Digests)) is not None and len(entry.digests) == model.layers + 2:
         return entry.digests
     if (size := sum(size for _, size, _ in files)) > LONG_BYTES:
         note(f"{folder}: all weights are read once, {format_memory(size)}")
@@ -55,13 +55,13 @@ def digests_of(folder: Path, model: TracedModel, kind: str, note: Callable[[str]
         copy = StateImage({name: load(name) for name in model.base_in(part)})
         copy.named(copy.hashes())
         found.append(copy.digest.hex())
-    keep(KIND, about, Digests(digests=tuple(found)))
+    keep(DIGESTS, about, Digests(digests=tuple(found)))
     return tuple(found)
 
 
 def store_of(config: RunConfig, model: Model, folders: Sequence[Path]) -> BaseStore | None:
-    """What this machine has of the base, of a run on ``model``; None: the model has none. ``folders``: may have the
-    model. Raises ConfigError for a configuration without digests."""
+    """The base of ``model`` on this machine; None: the model has none. ``folders``: places to look for the model. Raises
+    ConfigError for a configuration without digests."""
     if not model.base:
         return None
     digests = config.adapter.digests
@@ -74,7 +74,10 @@ def store_of(config: RunConfig, model: Model, folders: Sequence[Path]) -> BaseSt
     def reader(folder: Path) -> Callable[[], Callable[[str], Tensor]]:
         return functools.cache(lambda: load_base(folder, model, config.adapter.base))  # type: ignore[arg-type]
 
-    readers = [(str(folder), reader(folder)) for folder in dict.fromkeys(folders) if (folder / "config.json").is_file()]
+    readers = [
+        (str(folder), reader(folder)) for folder in dict.fromkeys(folders) if os.path.isfile(folder / "config.json")
+    ]
+    # os.path.isfile is False also where another user's folder may not be read
     return BaseStore(model, tuple(map(bytes.fromhex, digests)), readers, cache_folder(DataConfig()) / KIND)
 
 

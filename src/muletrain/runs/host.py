@@ -80,10 +80,10 @@ class Host:
         store = store_of(config, facts.spec, [*named, *own_folders(config, self.spec.model)])
         if store is not None:
             tasks = Tasks()
-            BaseGiver(network, tasks, store, self._gave_base)
+            BaseGiver(network, tasks, store, self._heard)
             self._base = BaseTaker(network, self.clock, tasks, store, self.log.note)
 
-    def _gave_base(self, taker: PeerId) -> None:
+    def _heard(self, taker: PeerId) -> None:
         if self.rendezvous is not None:
             self.rendezvous.goes_on(taker)
 
@@ -92,20 +92,18 @@ class Host:
         had."""
         if self._base is None:
             return None
-        found = await self._base.weights(facts.spec.parts_of(facts.cut, stage), lambda: self._givers(stage))
-        for problem in self._base.store.problems:
-            self.log.note(problem)
-        self._base.store.problems.clear()
-        return found
+        return await self._base.weights(facts.spec.parts_of(facts.cut, stage), lambda: self._givers(stage))
 
     def _givers(self, stage: int) -> list[PeerId]:
-        """Peers that may have the base of ``stage``: its own, the run's founder, and those of the ticket."""
+        """Peers that may have the base of ``stage``: its own, the run's founder, those of the ticket, and those that a
+        client has heard of: the others may have left."""
         genesis = self.genesis if self.roster is None else self.roster.genesis
         first = () if self.roster is None else self.roster.stage(stage)
         if genesis is not None:
             first = first or tuple(m.id for m in genesis.members if m.stage == stage)
             first = (*first[:MOST_GIVERS], genesis.coordinator)
-        return [*first, *members_in(self.ticket.addresses)]
+        heard = [*self.known][-MOST_GIVERS:] if self.spec.client else []
+        return [*first, *members_in(self.ticket.addresses), *heard]
 
     def names(self) -> dict[PeerId, str]:
         """Names of the peers in the run, as far as this peer knows, by id."""

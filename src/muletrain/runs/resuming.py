@@ -129,6 +129,11 @@ def checked(checkpoint: Checkpoint, config: RunConfig) -> list[Change]:
     names = {change.field for change in found}
     derived = DERIVED if names & {"model.context", "model.dropout"} else frozenset()
     refused = [c for c in found if c.rule.may == "no" and c.field not in derived]
+    if "adapter.digests" in {c.field for c in refused} <= {"adapter.digests", "model.architecture"}:
+        raise ConfigError(
+            f"model.from: {config.model.from_} has other weights than the model that the adapter was trained with; give the "
+            f"folder of that model"
+        )
     if config.model.share_layers:
         refused += [c for c in found if c.field in ("fleet.stages", "fleet.layers")]
     if refused:

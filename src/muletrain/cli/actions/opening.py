@@ -253,7 +253,12 @@ def _by_checkpoint(config: RunConfig, checkpoint: Checkpoint, folder: Path) -> R
 
     data = config.data
     gone = os.path.isabs(data.tokenizer) and not os.path.exists(data.tokenizer)
-    other = any(c.field.startswith("data.") and c.rule.may != "yes" for c in changes(checkpoint.config, config))
+    looked_up = {"data.format": "auto", "data.chat_template": None}
+
+    other = any(
+        c.field.startswith("data.") and c.rule.may != "yes" and looked_up.get(c.field, ...) != c.now
+        for c in changes(checkpoint.config, config)
+    )
     if data.factory is None and (gone or (data.tokenizer == "train" and other)):
         return _with(config, "data", tokenizer=_own_tokenizer(checkpoint, folder))
     return config
@@ -306,7 +311,7 @@ def prepare(
         try:
             config = resolve_start(given, weights=not later, note=say)
         except CheckpointError as e:
-            if checkpoint is None or checkpoint.config.model.given != config.model.given:
+            if checkpoint is None or checkpoint.config.model.given != config.model.given or checkpoint.spec.base:
                 raise
             say(f"{e}; its sizes are taken from {checkpoint.folder}")
             config = config.model_copy(update={"model": checkpoint.config.model})
@@ -326,7 +331,8 @@ def prepare(
         config = _with(config, "data", tokenizer=source)
     reading = "reading the text" if config.data.factory is None else "reading samples"
     with doing(reading):
-        config = config.model_copy(update={"data": resolved(config.data)})
+        before = None if checkpoint is None else checkpoint.config.data.chat_template
+        config = config.model_copy(update={"data": resolved(config.data, before)})
         if source is not None and checkpoint is None and config.data.factory is None:
             next(examples(config.data, 1, 1), None)  # raises if columns or template do not fit the first row
     if not later:

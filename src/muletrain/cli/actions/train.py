@@ -18,8 +18,9 @@ from muletrain.cli.show.final_report import final_report, improvement
 from muletrain.config.trusted import trusted
 from muletrain.data.corpus import Corpus, absolute
 from muletrain.data.files import EveryColumn
-from muletrain.errors import ConfigError, DataError, MuletrainError
+from muletrain.errors import CheckpointError, ConfigError, DataError, MuletrainError
 from muletrain.events import EventTail
+from muletrain.model.hf_files import check_folder
 from muletrain.policy.chaos import Bounds, draw, parse
 from muletrain.runs.alone import Alone
 from muletrain.runs.asked import cleaned_up
@@ -193,6 +194,8 @@ def join_run(
     if private and (listening.port or listening.announce):
         raise ConfigError("--private opens no port; leave out --port and --announce, or --private")
     where = "none" if data is None else _own_data(data)
+    if work.get("model") is not None:
+        work["model"] = _own_model(work["model"])
     limits = limits or Limits()
     # two machines may have one host name
     peers = OwnPeers.on(name or f"{host_name()}-{secrets.token_hex(2)}", device, threads)
@@ -225,6 +228,18 @@ def _own_data(path: str) -> str:
         Corpus(absolute(path), EveryColumn())
     except DataError as e:
         raise DataError(f"--data {path}: {str(e).removeprefix('data.path: ')}") from e
+    return absolute(path)
+
+
+def _own_model(path: str) -> str:
+    """``--model`` for any working directory. Raises CheckpointError if it is no folder with a model's weights."""
+    try:
+        check_folder(Path(absolute(path)), weights=True)
+    except CheckpointError as e:
+        raise CheckpointError(
+            f"--model: {str(e).partition(';')[0]}; give the folder of the run's model, or leave --model out: other peers send the "
+            f"weights"
+        ) from e
     return absolute(path)
 
 

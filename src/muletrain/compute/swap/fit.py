@@ -305,7 +305,7 @@ def client_needs(config: RunConfig, spec: Model, cut: Cut, precision: Precision)
 
 def _sharing(spec: Model, cut: Cut) -> set[int]:
     """Stages of which two blocks share weights: these cannot be swapped."""
-    users = [stages for name, stages in spec.users(cut).items() if name not in spec.base]
+    users = spec.users(cut).values()
     return {s for stages in users for s in stages if stages.count(s) > 1}
 
 

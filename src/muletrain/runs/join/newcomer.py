@@ -103,6 +103,8 @@ async def _prepared(
     except MuletrainError as e:  # for example: our corpus is not the run's
         await client.decline(str(e))
         raise
+    if trial is not None:
+        await trial.close()  # the weights beside an adapter may take hours
     compute = await _compute(host, client, welcome, facts, machine)
     try:
         place = place_of(facts.config, host.spec, host.log.note)

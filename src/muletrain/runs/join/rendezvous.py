@@ -111,7 +111,7 @@ class Rendezvous:
             self._changed.set()
 
     def goes_on(self, peer: PeerId) -> None:
-        """The guest ``peer`` has got another piece of what it needs to build its stage."""
+        """The guest ``peer`` still builds its stage: it asks for pieces, or has got another one."""
         if (guest := self._guests.get(peer)) is not None:
             guest.since = LoopClock().now()
 

@@ -81,6 +81,8 @@ def read_manifest(text: bytes, expected: int) -> dict[str, Any]:
     return found
 
 
+FIRST = bytes(32)
+"""Lineage of a checkpoint that was written before the run began, whose manifest names none."""
 MANIFEST = "manifest.json"
 MARKER = ".place"
 """Name of a file with random text: peers that read the same text share the folder. Host names and paths may be equal on
@@ -181,7 +183,9 @@ class CheckpointStore(ABC):
                 continue
             try:
                 manifest = Parts.model_validate_json(self._read(f"{name}/{MANIFEST}"))
-                key = Key(manifest.step, bytes.fromhex(manifest.lineage))
+                key = Key(manifest.step, bytes.fromhex(manifest.lineage) or FIRST)
+                if len(key.lineage) != len(FIRST):
+                    continue
                 parts = {s: PartFacts(part.size, bytes.fromhex(part.sha256)) for s, part in enumerate(manifest.parts)}
             except (OSError, ValueError):
                 continue

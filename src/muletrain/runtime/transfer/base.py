@@ -1,16 +1,18 @@
-"""The weights beside an adapter (``Model.base``), which are not trained: each machine reads them itself.
+"""Each machine reads the weights beside an adapter (``Model.base``), which are not trained, itself.
 
-The run's configuration names the copy of each part of the chain by digest (``adapter.digests``). A machine takes a part
-from a folder with the model, or from its cache, both checked, and else from other peers, block by block; what came
-stays in the cache. Tensors are views of files, whose pages all processes of a machine share. Before it builds a stage a
-process may be no member yet, so anyone in the run may ask, and each giver bounds what it sends.
+The run's configuration names each part of the chain by a digest (``adapter.digests``). A machine reads a part from a
+folder with the model or from its cache, and checks the digest. Other peers send a missing part, block by block, and the
+part stays in the cache. Tensors are views of files, whose pages all processes of a machine share. A newcomer asks before
+it is a member, so any peer of the run may ask, and each giver bounds the number of takers and of blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,12 +21,12 @@ from blake3 import blake3
 
 from muletrain.errors import (
     CapacityError,
-    CheckpointError,
     Malformed,
     MuletrainError,
     NetworkError,
     PeerUnreachable,
     ProtocolError,
+    Refused,
 )
 from muletrain.locks import Lock, lock
 from muletrain.policy.deadline import backoff_s
@@ -36,7 +38,7 @@ from muletrain.units import format_memory
 from muletrain.wire.codec import RAW, Encoded, decode_raw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -58,16 +60,20 @@ SEND_S = 60.0
 CALL_S = 30.0
 """Seconds for a giver to confirm the sending of blocks."""
 STALLED_S = 120.0
-"""Seconds without a block from one giver, after which others are asked for what it should have sent."""
+"""Seconds without a block from one giver, after which the taker asks other givers for its blocks."""
 LONGEST_S = 600.0
-"""Seconds without a block from anyone, after which the base counts as not to be had."""
+"""Seconds without a block and without a busy giver, after which the taker gives up."""
 PAUSE_S, PAUSE_MAX_S = 1.0, 20.0
 """Seconds between two rounds of questions, at first and at most; doubles."""
+TOLD_S = 60.0
+"""Seconds between two remarks about what is still to come."""
+BUSY = "this peer gives the base to others now; ask again later"
+"""The refusal of a giver with ``TAKERS`` takers. The taker waits for its turn."""
 
 
 @dataclass
 class BaseStore:
-    """The base on this machine's disks. All methods read or write files, so call them in a thread.
+    """Holds the base on this machine's disks. All methods read or write files, so call them in a thread.
 
     ``digests``: of each part of the chain. ``readers``: loaders of weights by name from folders that may have the model,
     each with the folder's name. ``cache``: folder of parts that came from peers."""
@@ -79,20 +85,35 @@ class BaseStore:
     problems: list[str] = field(default_factory=list)
     """Why folders were not used."""
     _images: dict[int, tuple[StateImage, Mapping[str, Tensor]]] = field(default_factory=dict)
+    _read: set[int] = field(default_factory=set)
+    """Parts that the folders do not have. Anyone may ask for them, and reading takes long."""
+    _own: set[int] = field(default_factory=set)
+    _given: list[int] = field(default_factory=list)
+    """Parts that others asked for, the last one first. Weights that are converted (``AdapterConfig.base``) lie in memory,
+    which has no room for all parts."""
+    _wrong: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Size and time of a part's file in the cache that held something else."""
 
     def part(self, part: int) -> Mapping[str, Tensor] | None:
         """The weights of ``part`` by name; None: they are not here."""
+        self._own.add(part)
         found = self._found(part)
         return None if found is None else found[1]
 
     def image(self, digest: bytes) -> StateImage | None:
         """The copy with that digest; None: it is not here, or no part of this base."""
-        found = self._found(self.digests.index(digest)) if digest in self.digests else None
+        if digest not in self.digests:
+            return None
+        part = self.digests.index(digest)
+        found = self._found(part)
+        self._given = [part, *(p for p in self._given if p != part)][:TAKERS]
+        for other in self._images.keys() - self._own - {*self._given}:
+            del self._images[other]
         return None if found is None else found[0]
 
     def _found(self, part: int) -> tuple[StateImage, Mapping[str, Tensor]] | None:
         if part not in self._images:
-            for tensors in self._candidates(part):
+            for tensors in itertools.chain(self._in_folders(part), self._in_cache(part)):
                 copy = StateImage(dict(tensors))
                 copy.named(copy.hashes())
                 if copy.digest == self.digests[part]:
@@ -100,26 +121,41 @@ class BaseStore:
                     break
         return self._images.get(part)
 
-    def _candidates(self, part: int) -> Sequence[Mapping[str, Tensor]]:
-        if not (names := self.model.base_in(part)):
-            return [{}]
-        found: list[Mapping[str, Tensor]] = []
+    def _in_folders(self, part: int) -> Iterator[Mapping[str, Tensor]]:
+        """What the folders have for ``part``; nothing after that was wrong once."""
+        names = self.model.base_in(part)
+        if not names:
+            yield {}
+        if not names or part in self._read:
+            return
         for where, reader in self.readers:
+            why = "its weights are not those that the run began with"
             try:
                 load = reader()
-                found.append({name: load(name) for name in names})
-            except (CheckpointError, OSError) as e:
-                if (why := f"{where} is not used: {e}") not in self.problems:
-                    self.problems.append(why)
+                yield {name: load(name) for name in names}
+            except (MuletrainError, OSError) as e:
+                why = str(e)
+            if (problem := f"{where} is not used: {why}") not in self.problems:  # we come here if the digest differs
+                self.problems.append(problem)
+        self._read.add(part)
+
+    def _in_cache(self, part: int) -> Iterator[Mapping[str, Tensor]]:
+        """What the cache has for ``part``, unless the file is still being written, or was wrong before."""
         try:
-            manifest = Manifest.unpack(self.manifest(part).read_bytes())
-            self.check(part, manifest)
-            size = self.file(part).stat().st_size
-            if size == manifest.size:
-                found.append(manifest.views(torch.from_file(str(self.file(part)), size=size, dtype=torch.uint8)))
-        except (OSError, ProtocolError):  # never came, or not whole
-            pass
-        return found
+            with self.file(part).open("rb") as file:
+                if lock(file.fileno(), shared=True) is Lock.TAKEN:
+                    return
+                found = os.fstat(file.fileno())
+                stamp = found.st_size, found.st_mtime_ns
+                manifest = Manifest.unpack(self.manifest(part).read_bytes())
+                self.check(part, manifest)
+                if found.st_size != manifest.size or self._wrong.get(part) == stamp:
+                    return
+                flat = torch.from_file(file.name, size=manifest.size, dtype=torch.uint8)
+            yield manifest.views(flat)
+            self._wrong[part] = stamp
+        except (OSError, ProtocolError, RuntimeError):  # never came, or is gone again
+            return
 
     def check(self, part: int, manifest: Manifest) -> None:
         """Raises ProtocolError for a manifest that cannot be that of ``part``."""
@@ -130,6 +166,10 @@ class BaseStore:
         manifest.check(max(map(_itemsize, DTYPES)) * sum(_numbers(shape) for _, shape in wanted))
         if manifest.block > block_size(manifest.size):  # blocks lie in our memory
             raise ProtocolError("the manifest of a part of the base has blocks that are too large")
+
+    def size(self, part: int) -> int:
+        """About how many bytes ``part`` has."""
+        return self.model.base_params(range(part, part + 1)) * self.model.base_size
 
     def manifest(self, part: int) -> Path:
         """The manifest's file in the cache."""
@@ -146,17 +186,22 @@ class BaseStore:
         self.cache.mkdir(parents=True, exist_ok=True)
         self._make_room(path, manifest.size)
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        if lock(file) is Lock.TAKEN:
+        try:
+            if lock(file) is Lock.TAKEN:
+                os.close(file)
+                return None
+            os.ftruncate(file, min(os.fstat(file).st_size, manifest.size))
+            self.manifest(part).write_bytes(manifest.pack())
+        except OSError:
             os.close(file)
-            return None
-        os.ftruncate(file, min(os.fstat(file).st_size, manifest.size))
-        self.manifest(part).write_bytes(manifest.pack())
+            raise
         return file
 
     def _make_room(self, own: Path, size: int) -> None:
-        """Delete the oldest parts of other bases if the disk has no room otherwise. Raises CapacityError."""
+        """Delete the oldest parts of other bases, but for those being written, if the disk has no room otherwise. Raises
+        CapacityError."""
         used = {self.file(part) for part in range(len(self.digests))}
-        others = sorted((p for p in self.cache.glob("*.base") if p not in used), key=lambda p: p.stat().st_mtime)
+        others = sorted((p for p in self.cache.glob("*.base") if p not in used), key=_age)
         need = size - (own.stat().st_size if own.exists() else 0)
         while True:
             try:
@@ -166,8 +211,23 @@ class BaseStore:
             except CapacityError:
                 if not others:
                     raise
-                others[0].with_suffix(".manifest").unlink(missing_ok=True)
-                others.pop(0).unlink(missing_ok=True)
+                _delete(others.pop(0))
+
+
+def _age(path: Path) -> float:
+    """When ``path`` was written; another process may delete the file meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _delete(path: Path) -> None:
+    """Delete a part of the cache, unless a process writes it."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        if lock(file.fileno()) is not Lock.TAKEN:
+            path.unlink()
+            path.with_suffix(".manifest").unlink(missing_ok=True)
 
 
 def _itemsize(name: str) -> int:
@@ -179,23 +239,21 @@ def _numbers(shape: Sequence[int]) -> int:
 
 
 class BaseGiver:
-    """Gives parts of the base to whoever in the run asks."""
+    """Gives parts of the base to the peers of the run that ask."""
 
     def __init__(
-        self, net: Network, tasks: Tasks, store: BaseStore, gave: Callable[[PeerId], object] = lambda taker: None
+        self, net: Network, tasks: Tasks, store: BaseStore, heard: Callable[[PeerId], object] = lambda taker: None
     ) -> None:
-        """``gave`` is told whenever a block has gone to a taker."""
-        self._net, self._tasks, self._store, self._gave = net, tasks, store, gave
+        """``heard`` is told whenever a taker asks, or has got a block: the taker goes on, or waits for its turn."""
+        self._net, self._tasks, self._store, self._heard = net, tasks, store, heard
         self._queues: dict[PeerId, deque[tuple[StateImage, int]]] = {}
         self._drawn: Counter[tuple[PeerId, bytes]] = Counter()
-        net.serve(AskBase.KIND, self._on_ask, free=True)
+        net.serve(AskBase.KIND, self._on_ask)
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises MuletrainError for a part that is not here, and for more than a taker may have."""
+        """Raises MuletrainError for a missing part, and for too many blocks or takers."""
         ask = AskBase.unpack(payload)
-        queue = self._queues.get(sender, deque())
-        if sender not in self._queues and len(self._queues) >= TAKERS:
-            raise MuletrainError("this peer gives the base to others now; ask again later")
+        self._heard(sender)
         copy = await self._tasks.aside(self._store.image, ask.digest)
         if copy is None:
             raise MuletrainError("this peer does not have that part of the base")
@@ -203,6 +261,9 @@ class BaseGiver:
             return copy.manifest
         if any(k * copy.block >= copy.size for k in ask.blocks):
             raise ProtocolError("blocks that the part does not have")
+        queue = self._queues.get(sender, deque())
+        if sender not in self._queues and len(self._queues) >= TAKERS:
+            raise MuletrainError(BUSY)
         blocks = [k for k in dict.fromkeys(ask.blocks) if (copy, k) not in queue]
         if len(queue) + len(blocks) > WAITING:
             raise MuletrainError("this peer has enough to send")
@@ -226,7 +287,7 @@ class BaseGiver:
                 frame = message.frame([Encoded(RAW, (end - begin,), [memoryview(content)])])
                 await self._net.send(taker, frame, channel=message.CHANNEL, timeout_s=SEND_S)
                 queue.popleft()
-                self._gave(taker)
+                self._heard(taker)
         except NetworkError:  # a live taker asks again
             pass
         finally:
@@ -253,23 +314,37 @@ class BaseTaker:
     """Requested blocks: their sizes, and contents to come."""
     _largest: int = 0
     _came: float = float("-inf")
+    """When the last block came, or another process or peer let us wait."""
+    _left: int = 0
+    """Bytes that are still to come."""
+    _told: float = float("-inf")
+    _written: float = 0.0
+    """When another process wrote the part's file."""
 
     def __post_init__(self) -> None:
         self.net.receive(self._on_frame, (BaseBlock.KIND,), self)
 
     async def weights(self, parts: range, givers: Callable[[], Sequence[PeerId]]) -> dict[str, Tensor]:
         """The weights of these parts of the chain. ``givers``: peers to ask, the best first. Raises
-        PeerUnreachable when nobody has a part that is missing here, and CapacityError without room for it."""
-        found: dict[str, Tensor] = {}
-        for part in parts:
-            tensors = await self.tasks.aside(self.store.part, part)
-            if tensors is None:
+        PeerUnreachable when nobody has a part that is missing here, and CapacityError without room for the part, or
+        where the cache cannot be written."""
+        found = {part: await self.tasks.aside(self.store.part, part) for part in parts}
+        missing = [part for part in parts if found[part] is None]
+        while self.store.problems:
+            self.tell(self.store.problems.pop())
+        self._left = sum(map(self.store.size, missing))
+        for part in missing:
+            try:
                 await self._fetch(part, givers)
-                tensors = await self.tasks.aside(self.store.part, part)
-            if tensors is None:
+            except OSError as e:
+                raise CapacityError(
+                    f"the model's weights cannot be kept in {self.store.cache}: {e.strerror or e}; give the model's folder (join "
+                    f"--model), or set XDG_CACHE_HOME"
+                ) from e
+            found[part] = await self.tasks.aside(self.store.part, part)
+            if found[part] is None:
                 raise PeerUnreachable("a part of the base that came is not what the run's configuration says")
-            found |= tensors
-        return found
+        return {name: tensor for part in found.values() for name, tensor in (part or {}).items()}
 
     async def _fetch(self, part: int, known: Callable[[], Sequence[PeerId]]) -> None:
         """Take a part into the cache. Raises PeerUnreachable, CapacityError and OSError."""
@@ -277,7 +352,10 @@ class BaseTaker:
         partial: FilePartial | None = None
         try:
             while self.clock.now() - self._came <= LONGEST_S:
-                givers = [p for p in dict.fromkeys(known()) if p != self.net.peer_id and p not in bad]
+                everyone = [p for p in dict.fromkeys(known()) if p != self.net.peer_id]
+                if not everyone:  # a founder, before others come to it
+                    break
+                givers = [p for p in everyone if p not in bad]
                 partial = partial or await self._begin(part, givers)
                 if partial is not None:
                     before = len(partial.missing)
@@ -316,14 +394,26 @@ class BaseTaker:
             except (NetworkError, ProtocolError):
                 continue
             if (file := await self.disk.call(self.store.open, part, manifest)) is None:
+                if (written := await self.disk.call(_age, self.store.file(part))) != self._written:
+                    self._written, self._came = written, self.clock.now()
                 return None
             self._largest = max(self._largest, manifest.block)
             found = FilePartial(digest, manifest, bytearray(), set(range(manifest.blocks)), file, self.disk)
-            await found.look()
-            left = sum(b - a for a, b in map(manifest.span, found.missing))
-            self.tell(f"{format_memory(left)} of the model's weights are not here: they come from other peers")
+            try:
+                await found.look()
+            except BaseException:
+                os.close(file)
+                raise
+            self._comes(manifest.size - sum(b - a for a, b in map(manifest.span, found.missing)))
             return found
         return None
+
+    def _comes(self, size: int) -> None:
+        """Count bytes that are here now, and tell people now and then what is still to come."""
+        self._left = max(0, self._left - size)
+        if self._left and self.clock.now() - self._told >= TOLD_S:
+            self._told = self.clock.now()
+            self.tell(f"{format_memory(self._left)} of the model's weights are not here: they come from other peers")
 
     async def _lane(
         self, partial: FilePartial, giver: PeerId, queue: deque[int], good: list[PeerId], bad: set[PeerId]
@@ -347,7 +437,11 @@ class BaseTaker:
                         return _remove(good, giver)
                     await partial.keep(k, memoryview(content))
                     self._came = self.clock.now()
-            except NetworkError:
+                    self._comes(len(content))
+            except NetworkError as e:
+                if isinstance(e, Refused) and BUSY in e.why:
+                    self._came = self.clock.now()
+                    self._comes(0)
                 return _remove(good, giver)
             finally:
                 for k in run:
