@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import sys
 import threading
@@ -317,3 +318,81 @@ def test_a_run_serves_what_its_events_say(tmp_path: Path) -> None:
             {k: v for k, v in expected.items() if k[0] in counters}
         )
     assert {key[2] for key in told if key[0] == "muletrain_own_seconds_total"} == {"peer-0", "peer-1"}
+
+
+class Reader:
+    """A command, and the lines that it prints."""
+
+    def __init__(self, *arguments: str, cwd: Path, **env: str) -> None:
+        self.process = start(*arguments, cwd=cwd, **env)
+        self.lines = list[str]()
+        self._threads = [
+            threading.Thread(target=self._read, args=(pipe,)) for pipe in (self.process.stdout, self.process.stderr)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, pipe: Any) -> None:
+        with pipe:
+            self.lines.extend(iter(pipe.readline, ""))
+
+    def until(self, pattern: str) -> str:
+        """The first group of ``pattern``, once a line has it."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            for line in list(self.lines):
+                if found := re.search(pattern, line):
+                    return found[1]
+            time.sleep(0.05)
+        raise AssertionError("".join(self.lines))
+
+    def end(self, number: int = 0) -> int:
+        if number:
+            self.process.send_signal(number)
+        code = self.process.wait(timeout=120)
+        for thread in self._threads:
+            thread.join()
+        return code
+
+
+def test_each_machine_serves_its_own_peers_and_a_joiner_logs_nowhere_else(tmp_path: Path) -> None:
+    """The founder's configuration names trackio; the machine that joins writes files of its own."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder in (ours, theirs):
+        folder.mkdir()
+    options = ["--set", "fleet.peers=2", "--set", "train.steps=100000", "--set", 'logging.to=["trackio"]']
+    local = ("--listen", "127.0.0.1", "--metrics", "0")
+    founder = Reader("start", *SMALL, *options, *local, "--name", "a", cwd=ours, TRACKIO_DIR=str(ours / "trackio"))
+    commands = [founder]
+    try:
+        ticket = founder.until(r"muletrain join (\S+)")
+        joiner = Reader(
+            "join", ticket, *local, "--name", "b", "--device", "cpu", cwd=theirs, TRACKIO_DIR=str(theirs / "trackio")
+        )
+        commands.append(joiner)
+        urls = [command.until(r"metrics: (http://127.0.0.1:\d+/metrics)") for command in commands]
+        founder.until(r"step ([3-9]|\d\d+)/100000")
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            told, others = (read(get(url)) for url in urls)
+            if others.get(("muletrain_own_microbatches_total", "1", "b"), 0) > 20:
+                break
+            time.sleep(0.2)
+        for found, name, stage in ((told, "a", "0"), (others, "b", "1")):
+            own = {key[1:3] for key in found if key[0].startswith("muletrain_own_")}
+            assert own == {(stage, name)}
+            assert found[("muletrain_step",)] > 1
+        assert told[("muletrain_peers", "1", "training")] == 1, "the founder knows both"
+        assert told[("muletrain_sent_bytes_total", "1", "gradient")] > 0, "the coordinator gets all reports"
+        assert told[("muletrain_own_received_bytes_total", "0", "a", "gradient")] > 0
+        assert ("muletrain_microbatches_total", "0") not in others
+        assert founder.end(signal.SIGINT) == 130
+        assert joiner.end() == 0
+    finally:
+        for command in commands:
+            command.process.kill()
+            command.end()
+    assert (ours / "trackio").exists()
+    assert not (theirs / "trackio").exists()
+    assert list(theirs.glob("runs/*/tensorboard/events.*"))
+    assert not list(ours.glob("runs/*/tensorboard")), "logging.to does not name it"
