@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,13 @@ def test_a_thousand_peers_are_few_curves() -> None:
     assert isinstance(row, Row)
     assert len({tag.split("/")[2] for tag in row.values if tag.startswith("peer/")}) == PEERS
     assert row.values["stage/peers/7"] == 125
+
+
+def test_strangers_cannot_make_curves() -> None:
+    wrong = (applied("x", 1, 2), applied("x", 1, -1), applied("x", 9, 0), applied("a", 1, 1))
+    *_, row = rows(started(stages=2), *wrong, done(1))
+    assert isinstance(row, Row)
+    assert {tag.rpartition("/")[2] for tag in row.values} == {"1", "a"}
 
 
 def test_two_reports_of_a_step_and_of_a_step_back_count_once() -> None:
@@ -219,15 +227,30 @@ def tried(package: str, folder: Path, *more: str) -> Path:
 def test_trackio_has_the_run_and_its_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     run = tried("trackio", tmp_path)
-    with sqlite3.connect(tmp_path / "trackio" / "mine.db") as base:
+    with closing(sqlite3.connect(tmp_path / "trackio" / "mine.db")) as base:
         found = base.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
-    base.close()
     assert {name for name, _, _ in found} == {run.name}
     values = {step: json.loads(metrics) for _, step, metrics in found}
     assert [step for _, step, _ in found] == [1, 2, 3, 4, 5, 6, 7]
     assert [values[step]["train/tokens"] for step in values] == [512 * step for step in values]
     assert {"train/loss", "stage/idle_s/1", "peer/idle_s/peer-0"} <= values[3].keys()
     assert "validation/loss" in values[7]
+
+
+def test_each_step_is_there_once_though_a_stage_lost_all_its_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    options = ["fleet.peers=3", "fleet.adopt_after=3", "checkpoint.every=5", "train.steps=20"]
+    more = [part for option in (*options, 'logging.to=["tensorboard", "trackio"]') for part in ("--set", option)]
+    muletrain("run", *SMALL, *more, "--chaos", "kill stage0@step8", cwd=tmp_path)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert ev.events_in(run, ev.SteppedBack), "else the test tests nothing"
+    steps = list(range(1, 21))
+    assert [step for step, _ in scalars(run / "tensorboard", "train/loss")] == steps
+    assert [step for step, _ in scalars(run / "tensorboard" / "tokens", "train/loss")] == [512 * step for step in steps]
+    with closing(sqlite3.connect(tmp_path / "trackio" / "muletrain.db")) as base:
+        assert [step for (step,) in base.execute("SELECT step FROM metrics ORDER BY id")] == steps
 
 
 def test_wandb_has_the_run_and_its_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,7 +54,7 @@ class Figures:
     def __init__(self, earlier: Iterable[ev.Event] = ()) -> None:
         """``earlier``: events of processes that trained the run before, for a resume."""
         self._earlier = earlier
-        self._started = False
+        self._started: ev.RunStarted | None = None
         self._step = 0
         """Steps done."""
         self._tokens = {0: 0}
@@ -70,8 +71,8 @@ class Figures:
     def fold(self, event: ev.Event) -> Iterator[Row | Again]:
         """Take in an event, and give the figures that are complete now."""
         match event:
-            case ev.RunStarted() if not self._started:
-                self._started = True
+            case ev.RunStarted() if self._started is None:
+                self._started = event
                 if event.first_step:
                     for one in self._earlier:
                         self._recall(one)
@@ -88,7 +89,7 @@ class Figures:
             case ev.Evaluated() | ev.Validated() if event.step > self._validated:
                 self._validated = event.step
                 yield self._row(event, _of_text(event))
-            case ev.StepApplied() if self._step <= event.step <= self._step + AHEAD:
+            case ev.StepApplied() if self._plausible(event):
                 self._applied.setdefault(event.step, {})[event.peer] = event
             case _:
                 pass
@@ -119,6 +120,11 @@ class Figures:
 
     def _row(self, event: ev.StepDone | ev.Evaluated | ev.Validated, values: dict[str, float]) -> Row:
         return Row(event.step, self._until(event.step), event.t, values)
+
+    def _plausible(self, event: ev.StepApplied) -> bool:
+        """Other machines report any numbers, and each stage would be a new curve."""
+        stages = math.inf if self._started is None else self._started.stages
+        return 0 <= event.stage < stages and self._step <= event.step <= self._step + AHEAD
 
     def _again(self, done: int, first: int) -> Again:
         """``first``: the first step of the rows to come, which also has figures if it is 0 (held-out loss)."""
