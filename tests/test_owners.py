@@ -157,6 +157,7 @@ ATTACKS: dict[str, list[str]] = {
     "`checkpoint.every`, `checkpoint.keep`": ["checkpoint.every=1", "checkpoint.keep=1000"],
     "`checkpoint.place`": ["checkpoint.place={trap}/runs"],
     "`network`": ["network.listen=0.0.0.0", "network.port=22"],
+    "`logging`": ['logging.to=["wandb", "trackio"]', "logging.project={trap}/../project"],
 }
 
 

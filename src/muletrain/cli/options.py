@@ -168,5 +168,14 @@ Trace = Annotated[
         help="Write a timeline of each peer's slots (receive, compute, send, average) for https://ui.perfetto.dev",
     ),
 ]
+MetricsAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics",
+        metavar="PORT",
+        help="Serve metrics for Prometheus on this port of the loopback address, or on HOST:PORT; 0 takes any free port. "
+        "Needs: pip install 'muletrain[metrics]'",
+    ),
+]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]
 JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

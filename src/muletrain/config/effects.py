@@ -113,6 +113,12 @@ IDLE = (
         "say there how many clients a local fleet has",
     ),
     Idle("swap.folder", lambda c: c.swap.backing == "ram", "with swap.backing = 'ram'", "change that"),
+    Idle(
+        "logging.project",
+        lambda c: not {"wandb", "trackio"}.intersection(c.logging.to),
+        "without 'wandb' or 'trackio' in logging.to",
+        "name one there",
+    ),
     Idle("swap.folder swap.together", lambda c: c.swap.backing == "off", "with swap.backing = 'off'", "change that"),
 )
 

@@ -158,6 +158,16 @@ class NetworkConfig(Section):
     )
 
 
+class LoggingConfig(Section):
+    """Where the figures of the run go, from the machine that began the run. Events are always written."""
+
+    to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        default=("tensorboard",),
+        description="tools that get the figures of every step; 'wandb' and 'trackio' need the extra of that name",
+    )
+    project: str = Field(default="muletrain", min_length=1, description="name of the project in wandb and trackio")
+
+
 def check_fleet(f: FleetConfig) -> None:
     if f.layers is not None and len(f.layers) != f.stages:
         raise ValueError(f"fleet.layers: {len(f.layers)} numbers for fleet.stages = {f.stages}; give one per stage")

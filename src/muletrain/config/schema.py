@@ -16,6 +16,7 @@ from muletrain.config.model_sections import AdapterConfig, DataConfig, ModelConf
 from muletrain.config.peer_sections import (
     FleetConfig,
     HubConfig,
+    LoggingConfig,
     NetworkConfig,
     PipelineConfig,
     SwapConfig,
@@ -228,6 +229,7 @@ class RunConfig(Section):
     compute: ComputeConfig = ComputeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     network: NetworkConfig = NetworkConfig()
+    logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:

@@ -74,6 +74,7 @@ TABLE = (
     Rule("compute.*", "yes", "devices, threads and memory"),
     Rule("checkpoint.*", "yes", "when and where checkpoints are written"),
     Rule("network.*", "yes", "where peers listen"),
+    Rule("logging.*", "yes", "where figures are shown"),
 )
 """A field's rule is the first that names the field, else the section's."""
 

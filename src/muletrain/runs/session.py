@@ -21,10 +21,12 @@ from muletrain.events import (
     StageEmpty,
     StepDone,
     SteppedBack,
+    Validated,
     events_in,
 )
 from muletrain.runs.asked import BY_SIGNAL, Asked
 from muletrain.runs.folder import DiskWatch
+from muletrain.runs.metrics import Metrics
 from muletrain.runs.view import RunView
 from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, EXIT_SKIPPED, LEFT, OWNER_FILE, PROBE_FILE, TICKET_FILE
 from muletrain.units import plural
@@ -32,12 +34,16 @@ from muletrain.units import plural
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.runs.chaos import Injector
     from muletrain.runs.fleet import LocalFleet
     from muletrain.runs.join.ticket import Ticket
     from muletrain.runs.measure.quality import Quality
+    from muletrain.runs.metrics import MetricsServer
     from muletrain.runs.spec import WorkerSpec
+    from muletrain.runs.tensorboard import TensorBoardSink
+    from muletrain.runs.trackers import TrackerSink
 
 POLL_S = 0.1
 """Seconds between two looks at processes and events."""
@@ -123,18 +129,21 @@ class Session:
         stages: int = 0,
         limits: Limits | None = None,
         begun: Callable[[], None] = lambda: None,
+        config: RunConfig | None = None,
+        metrics: MetricsServer | None = None,
     ) -> None:
         """``workers``: work of our processes; a founder is the first. ``stages``: of a run that only our processes take
-        part in. ``limits``: the session leaves when one is reached. ``begun`` is called when the run begins."""
-        from muletrain.runs.tensorboard import TensorBoardSink
-
+        part in. ``limits``: the session leaves when one is reached. ``begun`` is called when the run begins. ``config``:
+        of a run that this machine begins, and of no other owner's. ``metrics`` serves this session's. Raises ConfigError
+        if a tool of ``logging.to`` does not take the run."""
         self.role, self.folder, self.fleet, self.workers = role, folder, fleet, list(workers)
         self.founder = self.workers[0].name if workers else ""
         """The peer that measures the fleet on request, and begins the run, unless we join one."""
         self._clients = frozenset(worker.name for worker in workers if worker.client and role != "join")
         """Our processes that are none of the run's peers, and end with the run."""
         # a machine that joined gets events of its own peers alone
-        self.view = RunView(whole=role != "join", earlier=events_in(folder, RunStarted, StepDone, SteppedBack))
+        earlier = events_in(folder, RunStarted, StepDone, SteppedBack, Validated)
+        self.view = RunView(whole=role != "join", earlier=earlier)
         self.console = console(self.view)
         self.checkpoint: Path | None = None
         """The newest checkpoint, in the run folder; one from another place is copied there at the end."""
@@ -153,7 +162,15 @@ class Session:
         """Our processes that failed before the run began, and when the last one did."""
         self._deaths: list[str] = []
         self._tail = EventTail(folder, from_now=True)
-        self._board = TensorBoardSink(folder / "tensorboard")
+        drawn = config is None or "tensorboard" in config.logging.to
+        self.board = folder / "tensorboard" if drawn else None
+        """The folder of TensorBoard's files."""
+        self._sinks = _sinks(folder, config, earlier)
+        self._reporters: list[Callable[[Event], None]] = [*self._sinks]
+        if metrics is not None:
+            own = Metrics([worker.name for worker in self.workers], whole=role != "join", earlier=earlier)
+            metrics.show(own)
+            self._reporters.append(own)
         self._disk = DiskWatch(folder)
         self.asked = Asked()
         self._stopped_s: float | None = None
@@ -217,7 +234,7 @@ class Session:
 
     def show(self, event: Event) -> None:
         self.console(event)
-        self._board(event)
+        self._report(event)
         if isinstance(event, RunStarted):
             self._begun()
         if isinstance(event, CheckpointWritten):
@@ -232,6 +249,18 @@ class Session:
             self._unusable = self._unusable or event
         if isinstance(event, Note) and event.level == "error":
             self.errors.setdefault(event.message, []).append(event.peer)
+
+    def _report(self, event: Event) -> None:
+        """Pass an event to the tools that show figures. Training goes on whatever they do."""
+        for reporter in list(self._reporters):
+            try:
+                reporter(event)
+            except Exception as e:
+                self._reporters.remove(reporter)
+                self._warn(
+                    f"{type(reporter).__name__} failed on a {event.kind} event and gets no more events: {e!r}",
+                    "logging",
+                )
 
     def say(self, text: str) -> None:
         """Tell people."""
@@ -485,7 +514,26 @@ class Session:
     def close(self) -> None:
         """End every process and delete the secrets."""
         self.fleet.kill()
-        self._board.close()
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except Exception as e:
+                self._warn(f"{type(sink).__name__} did not end in order: {e!r}", "logging")
         for secret in (TICKET_FILE, OWNER_FILE):
             with suppress(OSError):
                 (self.folder / secret).unlink()
+
+
+def _sinks(folder: Path, config: RunConfig | None, earlier: Sequence[Event]) -> list[TensorBoardSink | TrackerSink]:
+    """The tools of ``logging.to``; for another owner's run the default, since only this machine's owner may choose
+    others."""
+    from muletrain.runs.tensorboard import TensorBoardSink
+    from muletrain.runs.trackers import TrackerSink
+
+    sinks = list[TensorBoardSink | TrackerSink]()
+    for tool in dict.fromkeys(("tensorboard",) if config is None else config.logging.to):
+        if tool == "tensorboard" or config is None:
+            sinks.append(TensorBoardSink(folder / "tensorboard", earlier))
+        else:
+            sinks.append(TrackerSink(tool, folder, config, earlier))
+    return sinks

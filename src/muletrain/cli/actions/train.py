@@ -7,7 +7,7 @@ import json as jsonlib
 import secrets
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +31,16 @@ from muletrain.runs.fleet import LocalFleet, threads_per_peer
 from muletrain.runs.folder import held, new_run_folder
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure.machine import check_local
+from muletrain.runs.metrics import MetricsServer
 from muletrain.runs.own_peers import Listening, OwnPeers, check_name, host_name
 from muletrain.runs.session import Limits, Session, Silent
 from muletrain.runs.signals import ENDING
+from muletrain.runs.trackers import check_packages
 from muletrain.timeline import check_trace, write_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from muletrain.cli.actions.opening import Ready, Wanted
     from muletrain.config.schema import RunConfig
@@ -47,31 +50,56 @@ if TYPE_CHECKING:
 
 
 def run_local(
-    wanted: Wanted, *, json: bool, chaos: str | None = None, seed: int | None = None, trace: Path | None = None
+    wanted: Wanted,
+    *,
+    json: bool,
+    chaos: str | None = None,
+    seed: int | None = None,
+    trace: Path | None = None,
+    metrics: str | None = None,
 ) -> None:
-    """Train with a local fleet and print the report. ``trace``: where to write a timeline. Raises MuletrainError before
-    anything starts if the run is not possible."""
+    """Train with a local fleet and print the report. ``trace``: where to write a timeline. ``metrics``: see
+    ``MetricsServer``. Raises MuletrainError before anything starts if the run is not possible."""
     if trace is not None:
         check_trace(trace)
         wanted = dataclasses.replace(wanted, overrides=[*wanted.overrides, "fleet.trace=true"])
     if chaos is None and seed is not None:
         raise ConfigError("--seed draws the faults of --chaos; the seed of the run is --set train.seed=N")
-    with local_session(wanted, _console(json), chaos, seed or 0) as session:
+    with (
+        _monitored(metrics) as server,
+        local_session(wanted, _console(json), chaos, seed or 0, metrics=server) as session,
+    ):
         try:
-            _serve(session)
+            _serve(session, _of_metrics(server))
         finally:
             if trace is not None:
                 write_trace(trace, EventTail(session.folder).poll())
 
 
+def _monitored(where: str | None) -> AbstractContextManager[MetricsServer | None]:
+    """The server of ``--metrics``, which serves while the context lasts."""
+    return nullcontext() if where is None else MetricsServer(where)
+
+
+def _of_metrics(server: MetricsServer | None) -> str:
+    return "" if server is None else f"metrics: {server.url}"
+
+
 @contextmanager
 def local_session(
-    wanted: Wanted, console: Callable[[RunView], Silent] = Silent, chaos: str | None = None, seed: int = 0
+    wanted: Wanted,
+    console: Callable[[RunView], Silent] = Silent,
+    chaos: str | None = None,
+    seed: int = 0,
+    *,
+    metrics: MetricsServer | None = None,
 ) -> Iterator[Session]:
-    """A session of a local fleet, ready to begin. ``chaos``: faults to inject (``policy/chaos.py``)."""
+    """A session of a local fleet, ready to begin. ``chaos``: faults to inject (``policy/chaos.py``). ``metrics`` serves
+    the session's."""
     with opened(wanted, "run") as (folder, config):
         config = config.local()
         check_many(config)
+        check_packages(config)
         plan = _chaos_plan(chaos, seed, config) if chaos is not None else ()
         servers, clients = names_of(config), clients_of(config)
         names = servers + clients
@@ -96,7 +124,17 @@ def local_session(
                 worker.model_copy(update={"client": worker.name in clients, "fleet_index": n, "faults": bool(plan)})
                 for worker, n in zip((founder, *others), indices_of(config), strict=True)
             ]
-            session = Session("run", folder, fleet, workers, console, stages=config.fleet.stages, begun=run.save)
+            session = Session(
+                "run",
+                folder,
+                fleet,
+                workers,
+                console,
+                stages=config.fleet.stages,
+                begun=run.save,
+                config=config,
+                metrics=metrics,
+            )
             session.chaos = Injector(plan, seed, fleet, folder, servers, clients) if plan else None
             tell_of(run.prepared, folder, peers.devices, run.first_step)
             yield session
@@ -108,12 +146,19 @@ def _chaos_plan(chaos: str, seed: int, config: RunConfig) -> tuple[Fault, ...]:
 
 
 def start_run(
-    wanted: Wanted, *, listening: Listening, json: bool, name: str | None = None, probe: bool = False
+    wanted: Wanted,
+    *,
+    listening: Listening,
+    json: bool,
+    name: str | None = None,
+    probe: bool = False,
+    metrics: str | None = None,
 ) -> None:
-    """Found or continue a run, and serve with this machine's peers; print the report at the end. Raises MuletrainError
-    before anything starts."""
+    """Found or continue a run, and serve with this machine's peers; print the report at the end. ``metrics``: see
+    ``MetricsServer``. Raises MuletrainError before anything starts."""
     check_name(name)
-    with opened(wanted, "start") as (folder, config):
+    with _monitored(metrics) as server, opened(wanted, "start") as (folder, config):
+        check_packages(config)
         peers = OwnPeers.on(name or host_name(), config.compute.device, config.compute.threads)
         _check_planned(peers.names, config.pipeline.machines, "pipeline.seats")
         _check_planned(peers.names, config.hub.servers, "hub.seats")
@@ -125,9 +170,18 @@ def start_run(
             run = ready(folder, config, wanted)
             founder, *others = _founding(peers, listening, folder, run, joinable=True)
             workers = [founder.model_copy(update={"probe": probe}), *others]
-            session = Session("start", folder, fleet, workers, _console(json), begun=run.save)
+            session = Session(
+                "start",
+                folder,
+                fleet,
+                workers,
+                _console(json),
+                begun=run.save,
+                config=run.prepared.config,
+                metrics=server,
+            )
             tell_of(run.prepared, folder, peers.devices, run.first_step)
-            _serve(session)
+            _serve(session, _of_metrics(server))
 
 
 def _check_planned(names: list[str], planned: list[str], field: str) -> None:
@@ -185,10 +239,11 @@ def join_run(
     data: str | None = None,
     private: bool = False,
     limits: Limits | None = None,
+    metrics: str | None = None,
     **work: Any,
 ) -> None:
-    """Serve until the run ends, or as long as ``limits`` allow. ``work``: further fields of ``WorkerSpec``. Raises
-    MuletrainError with the reason if the run does not admit this machine."""
+    """Serve until the run ends, or as long as ``limits`` allow. ``metrics``: see ``MetricsServer``. ``work``: further
+    fields of ``WorkerSpec``. Raises MuletrainError with the reason if the run does not admit this machine."""
     Ticket.parse(ticket)
     check_name(name)
     if private and (listening.port or listening.announce):
@@ -211,14 +266,15 @@ def join_run(
     )
     hint = "; --name chooses another name" if name is None else ""
     comes_back = True
-    with cleaned_up():
+    with cleaned_up(), _monitored(metrics) as server:
         while comes_back and limits.wait_until_free(lambda text: make_console(sys.stderr).print(text, soft_wrap=True)):
             folder = new_run_folder("join")
             workers = [spec.model_copy(update={"folder": str(folder)}) for spec in specs]
             with held(folder), LocalFleet(folder, peers.threads) as fleet:
                 fleet.spawn(peers.names)
-                session = Session("join", folder, fleet, workers, _console(json), limits=limits)
-                _serve(session, f"this machine is {', '.join(peers.names)}{hint}")
+                session = Session("join", folder, fleet, workers, _console(json), limits=limits, metrics=server)
+                greeting = f"this machine is {', '.join(peers.names)}{hint}"
+                _serve(session, "\n".join(filter(None, (greeting, _of_metrics(server)))))
             comes_back = session.comes_back
 
 
@@ -290,7 +346,7 @@ def report(session: Session) -> None:
         "run folder": folder,
         "events": folder / "*.jsonl",
         "logs": folder / "*.log",
-        "tensorboard": folder / "tensorboard",
+        **({} if session.board is None else {"tensorboard": session.board}),
         **({} if session.checkpoint is None else {"checkpoint": session.checkpoint}),
     }
     make_console().print(final_report(session.view, evaluation, texts, paths))

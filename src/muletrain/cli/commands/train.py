@@ -13,6 +13,7 @@ from muletrain.cli.options import (
     JsonLines,
     Listen,
     MachineName,
+    MetricsAddress,
     Overrides,
     PlanFile,
     Port,
@@ -35,6 +36,7 @@ def run(
     trace: Trace = None,
     plan: PlanFile = None,
     strategy: StrategyChoice = None,
+    metrics: MetricsAddress = None,
     json: JsonLines = False,
 ) -> None:
     """Train with a local fleet: every peer is a process on this machine; a single one works in the command itself.
@@ -45,7 +47,7 @@ def run(
     from muletrain.cli.actions.train import run_local
 
     wanted = Wanted(config, overrides or [], resume, plan, strategy)
-    run_local(wanted, json=json, chaos=chaos, seed=seed, trace=trace)
+    run_local(wanted, json=json, chaos=chaos, seed=seed, trace=trace, metrics=metrics)
 
 
 Probe = Annotated[
@@ -79,6 +81,7 @@ def start(
     name: MachineName = None,
     probe: Probe = False,
     share_data: ShareData = False,
+    metrics: MetricsAddress = None,
     json: JsonLines = False,
 ) -> None:
     """Start a run on several machines and serve it with this one.
@@ -91,7 +94,8 @@ def start(
 
     overrides = [*(overrides or []), *(["data.share=true"] if share_data else [])]
     listening = Listening(listen, port, tuple(announce or ()))
-    start_run(Wanted(config, overrides, resume, plan, strategy), listening=listening, json=json, name=name, probe=probe)
+    wanted = Wanted(config, overrides, resume, plan, strategy)
+    start_run(wanted, listening=listening, json=json, name=name, probe=probe, metrics=metrics)
 
 
 Ticket = Annotated[
@@ -186,6 +190,7 @@ def join(
     announce: Announce = None,
     private: Private = False,
     reliable: Reliable = False,
+    metrics: MetricsAddress = None,
     json: JsonLines = False,
 ) -> None:
     """Add this machine to a run, with one peer per GPU, or one on the CPU.
@@ -204,6 +209,7 @@ def join(
         ticket,
         listening=Listening(listen, port, tuple(announce or ())),
         json=json,
+        metrics=metrics,
         name=name,
         device=device,
         threads=threads,
