@@ -178,7 +178,10 @@ def test_all_values_that_live_on_travel_together() -> None:
         traced = trace(module := TwoStreams(), CONTEXT)
     chain = cut(traced, module)
     assert [len(nodes) for nodes in chain.passed] == [2, 2, 2, 3]
-    real, spec = TwoStreams(), cast("Any", SimpleNamespace(width=8 + 12 + 12, own_loss=False, borders=(), base=frozenset()))
+    real, spec = (
+        TwoStreams(),
+        cast("Any", SimpleNamespace(width=8 + 12 + 12, own_loss=False, borders=(), base=frozenset())),
+    )
     state, tokens = dict(real.named_parameters()), torch.randint(0, VOCAB, (3, 5))
     tables = Tables(chain, {})
     stages = [TracedStage(spec, lambda _: tables, run_, traced.shapes) for run_ in ((0, 2), (2, 3), (3, 4), (4, 5))]
