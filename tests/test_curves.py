@@ -162,7 +162,7 @@ def test_a_tracker_gets_each_step_once_and_in_order(
     assert values[4]["train/tokens"] == 400
     assert values[4]["peer/idle_s/a"] == values[6]["stage/idle_s/0"] == 4.0
     if package == "wandb":
-        assert init["settings"] == {"console": "off"}, "the terminal shows tickets"
+        assert init["settings"] == {"console": "off", "x_disable_meta": True}, "the terminal shows tickets"
 
 
 def test_a_missing_package_is_an_error_that_says_what_to_install(
@@ -255,11 +255,12 @@ def test_each_step_is_there_once_though_a_stage_lost_all_its_peers(
 
 def test_wandb_has_the_run_and_its_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    run = tried("wandb", tmp_path)
+    run = tried("wandb", tmp_path, "--set", f"checkpoint.place={tmp_path}/secret-place")
     steps = list[int]()
     for file in sorted((run / "wandb").glob("offline-run-*/run-*.wandb")):
         assert file.stem == f"run-{run.name}", "one run of wandb"
         steps += logged_by_wandb(file)
+        assert b"secret-place" not in file.read_bytes()
     assert steps == [1, 2, 3, 4, 5, 6, 7]
     assert not list((run / "wandb").rglob("output.log")), "the terminal shows tickets"
 

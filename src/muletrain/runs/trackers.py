@@ -87,8 +87,9 @@ def _arguments(package: Package, module: Any, folder: Path) -> dict[str, Any]:
     """The arguments of ``init`` that only one of the packages has."""
     if package == "trackio":
         return {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-    # wandb would send what the terminal shows, and so the ticket of ``start``
-    return {"id": folder.resolve().name, "dir": str(folder), "settings": module.Settings(console="off")}
+    # wandb would send what the terminal shows, and so the ticket of ``start``, and the arguments of the command
+    settings = module.Settings(console="off", x_disable_meta=True)
+    return {"id": folder.resolve().name, "dir": str(folder), "settings": settings}
 
 
 def check_packages(config: RunConfig) -> None:
