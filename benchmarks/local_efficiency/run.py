@@ -123,7 +123,8 @@ def main() -> None:
     parser.add_argument("--case", choices=list(CASES), action="append")
     arguments = parser.parse_args()
     results = [compare(name, arguments.pairs, arguments.seconds) for name in arguments.case or CASES]
-    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    if not arguments.case:  # the page tells of all cases
+        (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     table = Table(
         "case", "plain loop [tok/s]", "fleet / plain", "GPipe / plain", "1F1B / plain", title="median of the pairs"
     )
