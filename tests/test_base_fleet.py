@@ -91,3 +91,23 @@ def test_newcomers_take_what_they_lack_and_keep_it(tmp_path: Path, monkeypatch: 
     torch.set_num_threads(1)
     expected, _ = train_plainly(facts, facts.source(cache), Peft(facts, base))
     assert relative_difference(own(checkpoint_weights(run)), own(expected)) <= 1e-4
+
+
+def test_servers_and_clients_of_a_hub_take_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = base_of(tmp_path / "base", "qwen2", torch.bfloat16)
+    data = write_rows(tmp_path / "chat.jsonl", chats(60, silent=True))
+    settings = [*EXACT, "train.steps=100000", "train.microbatch=4", f"model.from={base}", f"data.path={data}"]
+    machines = Machines(tmp_path)
+    try:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache-founder"))
+        founder, ticket = machines.found("--strategy", "hub", settings=settings)
+        started = {}
+        for name, kind in (("server", ["--reliable"]), ("client", [])):
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache-{name}"))
+            started[name] = machines.join(ticket, *kind)
+        founder.wait_for("pool_worked")
+        assert all(COME in notes(peer) for peer in started.values())
+        founder.process.send_signal(signal.SIGINT)
+        founder.end(code=130)
+    finally:
+        machines.kill()
