@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 from muletrain.runs.folder import latest_checkpoint
 
 from .chats import chats, write_rows
+from .connected import wait_for
 from .fleet_run import checkpoint_weights
 from .reference import train_plainly
 from .test_adapters import EXACT, Peft, base_of, facts_of, own
@@ -105,7 +107,13 @@ def test_servers_and_clients_of_a_hub_take_it_too(tmp_path: Path, monkeypatch: p
         for name, kind in (("server", ["--reliable"]), ("client", [])):
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache-{name}"))
             started[name] = machines.join(ticket, *kind)
-        founder.wait_for("pool_worked")
+        everyone = [founder, *started.values()]
+
+        def counted() -> bool:
+            work = [e for peer in everyone for e in list(peer.said) if e["kind"] == "pool_worked"]
+            return any("machine-2" in json.dumps(e) for e in work)
+
+        wait_for(counted)  # the client's work counts
         assert all(COME in notes(peer) for peer in started.values())
         founder.process.send_signal(signal.SIGINT)
         founder.end(code=130)
