@@ -403,8 +403,7 @@ class Model(ABC):
     def copied_params(self, cut: Cut, stage: int) -> int:
         """Parameters in its state that ``stage`` shares with an earlier stage, and that the costs of the parts do not
         count."""
-        users = self.users(cut).items()
-        shared = (name for name, stages in users if stage in stages and stage != stages[0])
+        shared = (name for name, stages in self.users(cut).items() if stage in stages and stage != stages[0])
         return sum(self.tied[name].size for name in shared)
 
     def shared_params(self, cut: Cut, stage: int) -> int:

@@ -29,7 +29,7 @@ def summary_table(e: RunPrepared) -> Table:
 
 
 def example(found: Sequence[str]) -> Text:
-    """A document as the model reads it (``data.shown``), with what it learns to write in colour."""
+    """A document in the form that the model reads (``data.shown``). The learned text is in colour."""
     place, *pieces = found
     text = Text(f"\n{printable(place)}\n", style="bold")
     for number, piece in enumerate(pieces):

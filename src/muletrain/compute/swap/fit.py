@@ -305,8 +305,7 @@ def client_needs(config: RunConfig, spec: Model, cut: Cut, precision: Precision)
 
 def _sharing(spec: Model, cut: Cut) -> set[int]:
     """Stages of which two blocks share weights: these cannot be swapped."""
-    users = spec.users(cut).values()
-    return {s for stages in users for s in stages if stages.count(s) > 1}
+    return {s for stages in spec.users(cut).values() for s in stages if stages.count(s) > 1}
 
 
 def fitted(blocks: Sequence[Layer], memory: SwapMemory, offer: Offer, load_bytes_per_s: float, most: int) -> Swapping:

@@ -208,7 +208,7 @@ class Loader:
         names = {model.number: {name for block in model.blocks for name in block.exact(dtype)} for model in models}
         self._exact_places = {k: {name: places[name] for name in sorted(found)} for k, found in names.items()}
         self._beside: dict[int, dict[str, Tensor]] = {}
-        """Of each loaded sub-model, the parameters that are not in its place: those that compute in fp32, and the base."""
+        """Of each loaded sub-model, the parameters outside its place: fp32 parameters, and the base."""
         self._coming: dict[int, Future[Tensor]] = {}
         self.prefetch = True
 

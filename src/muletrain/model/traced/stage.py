@@ -172,7 +172,7 @@ class TracedStage(StageModule):
         return Head(logits, self._run_parts(inputs, None, masks, end=-1), [w for w in given if w.requires_grad])
 
     def _in_kinds(self, names: Sequence[str], given: Sequence[Tensor]) -> list[Tensor]:
-        """The weights ``given``, with those that are not trained in the types that the graph computes with."""
+        """The weights ``given``. Frozen weights are converted to the types of the graph."""
         kinds = self.tables.chain.frozen
         return [weight.to(kinds.get(name, weight.dtype)) for name, weight in zip(names, given, strict=True)]
 
