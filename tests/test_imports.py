@@ -24,6 +24,7 @@ BESIDE = ("proofs", "reproduction", "tests", "benchmarks")
 # top to bottom; names of one row may import each other
 LAYERS: list[set[str]] = [
     {"cli", "api", "given", "__main__"},
+    {"dashboard"},
     {"runs"},
     {"sim"},
     {"runtime"},

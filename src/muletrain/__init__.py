@@ -4,6 +4,7 @@ The package reads top-down; imports run downwards only (enforced by ``tests/test
 
 =============================  =====================================================================
 ``cli`` ``api`` ``given``      the commands a person types; the same from Python
+``dashboard``                  a local page that shows runs
 ``runs``                       builds a run from a config: processes, tickets, progress, reports
 ``sim``                        the virtual world, fleets played, plans
 ``runtime``                    the step protocol: microbatches, agreement, checkpoints, recovery

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from muletrain import __version__
+from muletrain.cli.commands.dashboard import dashboard
 from muletrain.cli.commands.plan_command import plan
 from muletrain.cli.commands.prepare import config, data, doctor, profile, trace
 from muletrain.cli.commands.simulate import calibrate, fleet
@@ -33,7 +34,13 @@ from muletrain.units import printable
 
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {"run": run, "start": start, "join": join},
-    "Watch and steer a run on several machines": {"status": status, "stop": stop, "kick": kick, "ticket": ticket},
+    "Watch and steer": {
+        "dashboard": dashboard,
+        "status": status,
+        "stop": stop,
+        "kick": kick,
+        "ticket": ticket,
+    },
     "Prepare": {"config": config, "data": data, "doctor": doctor, "plan": plan, "trace": trace, "profile": profile},
     "Use a trained model": {"eval": evaluate, "generate": generate, "export": export},
 }

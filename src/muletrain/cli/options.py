@@ -28,13 +28,14 @@ class Command(TyperCommand):
     """A command in which an option of ``ALONE`` may stand without a value. Before the command runs, the context's
     object, if any, is called with the command's name."""
 
-    ALONE: ClassVar = {"--resume": str(ROOT)}
+    ALONE: ClassVar = {"--resume": str(ROOT), "--dashboard": "auto"}
     """The value that each of these options then has."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list[str]()
         for word, after in itertools.pairwise([*args, "-"]):
-            given += [word, self.ALONE[word]] if word in self.ALONE and after.startswith("-") else [word]
+            alone = after.startswith("-") or (word == "--dashboard" and not after.isdecimal())
+            given += [word, self.ALONE[word]] if word in self.ALONE and alone else [word]
         return super().parse_args(ctx, given)
 
     def invoke(self, ctx: Any) -> Any:
@@ -177,5 +178,23 @@ MetricsAddress = Annotated[
         "Needs: pip install 'muletrain[metrics]'",
     ),
 ]
+DashboardPort = Annotated[
+    str | None,
+    typer.Option(
+        "--dashboard",
+        metavar="[PORT]",
+        help="Show the run on a local page, whose address is printed; 0 takes any free port, and without a number the page is at 8265 "
+        "or the next free one. Needs: pip install 'muletrain[dashboard]'",
+    ),
+]
+DashboardHost = Annotated[
+    str,
+    typer.Option(
+        "--dashboard-host",
+        metavar="ADDRESS",
+        help="Serve the page on this address of the machine, unencrypted, to everyone who has the printed link.",
+    ),
+]
+LOOPBACK = "127.0.0.1"
 JsonLines = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]
 JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

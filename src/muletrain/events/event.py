@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -88,6 +89,26 @@ def parse(line: str | bytes) -> Event:
     except ValidationError as e:
         first = e.errors()[0]
         raise EventError(f"{kind} event: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def parse_own(line: bytes) -> Event:
+    """The event of a line that a process of this machine wrote: as ``parse``, ten times as fast, but the types of fields
+    are believed. Raises EventError."""
+    try:
+        fields = json.loads(line)
+        cls = KINDS[fields.pop("kind")]
+        for name in _numbers(cls):
+            if isinstance(value := fields.get(name), str):
+                fields[name] = _NON_FINITE[value]
+        return cls(**fields)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return parse(line)  # says what is wrong
+
+
+@functools.cache
+def _numbers(cls: type[Event]) -> tuple[str, ...]:
+    """Fields of the type Number."""
+    return tuple(f.name for f in dataclasses.fields(cls) if str(f.type).startswith("Number"))
 
 
 def _adapter(cls: type[Event]) -> TypeAdapter[Event]:

@@ -59,6 +59,8 @@ class PeerJoined(Event):
     """Parts of the stage that take turns on the device; 0: the stage stays there."""
     by_block: bool = False
     """Backward computes one block again at a time: it is slower, and takes less memory."""
+    memory: int = 0
+    """Memory that the stage needs on the device, as estimated [bytes]; 0: unknown."""
 
     def sentence(self) -> str:
         turns = f" in {self.swapped} parts that take turns" if self.swapped else ""
@@ -436,6 +438,13 @@ class Validated(Event):
         if self.perplexity is not None:
             more, what = f", perplexity {self.perplexity:,.1f}", "tokens"
         return f"{when}: held-out loss {self.loss:.3f}{more} ({self.tokens:,} {what})"
+
+
+class Sampled(Event):
+    """The model wrote ``texts`` after ``step`` updates."""
+
+    step: int
+    texts: list[str]
 
 
 class FaultInjected(Event):

@@ -10,7 +10,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, Self
 
-from muletrain.events.event import Event, EventError, parse
+from muletrain.events.event import Event, EventError, parse, parse_own
 from muletrain.events.notices import Note
 
 if TYPE_CHECKING:
@@ -148,9 +148,14 @@ def events_in(folder: Path, *kinds: type[Event]) -> list[Event]:
 class EventTail:
     """Follows all ``*.jsonl`` files of a run folder, including new ones."""
 
-    def __init__(self, folder: Path, *, from_now: bool = False) -> None:
-        """``from_now``: skip earlier events."""
+    def __init__(
+        self, folder: Path, *, from_now: bool = False, own: bool = False, skip: tuple[type[Event], ...] = ()
+    ) -> None:
+        """``from_now``: skip earlier events. ``own``: processes of this machine wrote the files (``parse_own``). ``skip``:
+        kinds to leave out."""
         self.folder = folder
+        self._parse = parse_own if own else parse
+        self.skip = skip
         old = folder.glob("*.jsonl") if from_now else ()
         # to the last whole line: the writer cuts off a torn one
         self._offsets: dict[Path, int] = {path: path.read_bytes().rfind(b"\n") + 1 for path in old}
@@ -167,9 +172,12 @@ class EventTail:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._offsets[path] = start + len(whole)
+        skip = tuple(f'{{"kind": "{kind.kind}"'.encode() for kind in self.skip)
         for line in whole.splitlines():
+            if skip and line.startswith(skip):
+                continue
             try:
-                yield _located(line, path.name)
+                yield _located(line, path.name, self._parse)
             except EventError as e:
                 yield Note(level="warning", message=str(e), t=time.time(), peer=path.stem)
 
@@ -185,8 +193,8 @@ def _open(path: Path) -> int:
     return file
 
 
-def _located(line: bytes, where: str) -> Event:
+def _located(line: bytes, where: str, read: Callable[[bytes], Event] = parse) -> Event:
     try:
-        return parse(line)
+        return read(line)
     except EventError as e:
         raise EventError(f"{where}: {e}") from None

@@ -15,7 +15,7 @@ from muletrain.data.microbatch import heldout_batches, unmarked
 from muletrain.data.ngram import baselines, countable, spread
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CapacityError, DataError, MuletrainError
-from muletrain.events import Evaluated
+from muletrain.events import Evaluated, Sampled
 from muletrain.model.generate import evaluate, generate
 from muletrain.model.make import load_model, make_stage
 from muletrain.runs.assemble import RunFacts, initial_weights
@@ -201,4 +201,6 @@ def evaluation(folder: Path, log: EventLog) -> tuple[Quality | None, list[str]]:
     model = checkpoint.model()
     result = dataclasses.replace(quality(checkpoint, model, cache, tokens), before=before)
     log.emit(evaluated(checkpoint.step, result))
-    return result, samples(checkpoint, model)
+    texts = samples(checkpoint, model)
+    log.emit(Sampled(checkpoint.step, texts))
+    return result, texts

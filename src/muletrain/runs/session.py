@@ -171,6 +171,7 @@ class Session:
             own = Metrics([worker.name for worker in self.workers], whole=role != "join", earlier=earlier)
             metrics.show(own)
             self._reporters.append(own)
+        self._mourners: list[Callable[[str, str], None]] = []
         self._disk = DiskWatch(folder)
         self.asked = Asked()
         self._stopped_s: float | None = None
@@ -180,6 +181,12 @@ class Session:
         self.chaos: Injector | None = None
         self._waits = False
         """The run waits for a peer of a stage that has none."""
+
+    def observe(self, reporter: Callable[[Event], None], ended: Callable[[str, str], None]) -> None:
+        """``reporter`` gets every event from now on. ``ended`` is told about each killed process of ours: its peer's name,
+        and how."""
+        self._reporters.append(reporter)
+        self._mourners.append(ended)
 
     def begin(self) -> Ticket | None:
         """Assign work to every process; the ticket of a founder admits the others. Returns that ticket; None: no machine
@@ -426,7 +433,8 @@ class Session:
                     hint = ", as --chaos planned"
                 how = f"was killed by signal {-code} ({signal.strsignal(-code)}){hint}"
                 message = f"the process of {name} {how}; log: {self.folder / name}.log"
-                self.view.ended(name, how)
+                for tell in (self.view.ended, *self._mourners):
+                    tell(name, how)
                 self._deaths.append(message)
                 self._warn(message, name)
 

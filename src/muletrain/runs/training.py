@@ -155,7 +155,8 @@ class Training:
         )
         if plan.trace and (swapped := _swapped(host.compute)) is not None:
             swapped.jobs.ended = self._ended
-        peer.reporting.tell(_joined(roster.own, compute, seat.machine, host.spec.threads))
+        need = facts.needs()[roster.own.stage].of_device(seat.machine.offer)
+        peer.reporting.tell(_joined(roster.own, compute, seat.machine, host.spec.threads, need))
         if self._stopped:
             self.stop()
         return peer
@@ -238,7 +239,7 @@ def _started(facts: RunFacts, roster: Roster) -> RunStarted:
     )
 
 
-def _joined(member: Member, compute: Compute, machine: Machine, threads: int) -> PeerJoined:
+def _joined(member: Member, compute: Compute, machine: Machine, threads: int, memory: int) -> PeerJoined:
     return PeerJoined(
         peer_id=member.id,
         name=member.name,
@@ -251,4 +252,5 @@ def _joined(member: Member, compute: Compute, machine: Machine, threads: int) ->
         chip=chip(machine.device),
         swapped=0 if compute.parts == 1 else compute.parts,
         by_block=compute.by_block,
+        memory=memory if compute.parts == 1 else 0,
     )

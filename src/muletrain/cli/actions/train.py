@@ -18,6 +18,7 @@ from muletrain.cli.show.final_report import final_report, improvement
 from muletrain.config.trusted import trusted
 from muletrain.data.corpus import Corpus, absolute
 from muletrain.data.files import EveryColumn
+from muletrain.dashboard.sources import follow_session
 from muletrain.errors import CheckpointError, ConfigError, DataError, MuletrainError
 from muletrain.events import EventTail
 from muletrain.model.hf_files import check_folder
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from muletrain.cli.actions.opening import Ready, Wanted
     from muletrain.config.schema import RunConfig
+    from muletrain.dashboard.server import Dashboard
     from muletrain.policy.chaos import Fault
     from muletrain.runs.spec import WorkerSpec
     from muletrain.runs.view import RunView
@@ -57,9 +59,10 @@ def run_local(
     seed: int | None = None,
     trace: Path | None = None,
     metrics: str | None = None,
+    board: Dashboard | None = None,
 ) -> None:
     """Train with a local fleet and print the report. ``trace``: where to write a timeline. ``metrics``: see
-    ``MetricsServer``. Raises MuletrainError before anything starts if the run is not possible."""
+    ``MetricsServer``. ``board``: shows the run. Raises MuletrainError before anything starts if the run is not possible."""
     if trace is not None:
         check_trace(trace)
         wanted = dataclasses.replace(wanted, overrides=[*wanted.overrides, "fleet.trace=true"])
@@ -67,10 +70,11 @@ def run_local(
         raise ConfigError("--seed draws the faults of --chaos; the seed of the run is --set train.seed=N")
     with (
         _monitored(metrics) as server,
+        board or nullcontext(),
         local_session(wanted, _console(json), chaos, seed or 0, metrics=server) as session,
     ):
         try:
-            _serve(session, _of_metrics(server))
+            _serve(session, _greeting(server, board), board)
         finally:
             if trace is not None:
                 write_trace(trace, EventTail(session.folder).poll())
@@ -81,8 +85,10 @@ def _monitored(where: str | None) -> AbstractContextManager[MetricsServer | None
     return nullcontext() if where is None else MetricsServer(where)
 
 
-def _of_metrics(server: MetricsServer | None) -> str:
-    return "" if server is None else f"metrics: {server.url}"
+def _greeting(server: MetricsServer | None, board: Dashboard | None, first: str = "") -> str:
+    """The first lines: addresses of the servers of this command."""
+    metrics = "" if server is None else f"metrics: {server.url}"
+    return "\n".join(filter(None, (first, metrics, "" if board is None else f"dashboard: {board.url}")))
 
 
 @contextmanager
@@ -153,11 +159,12 @@ def start_run(
     name: str | None = None,
     probe: bool = False,
     metrics: str | None = None,
+    board: Dashboard | None = None,
 ) -> None:
     """Found or continue a run, and serve with this machine's peers; print the report at the end. ``metrics``: see
-    ``MetricsServer``. Raises MuletrainError before anything starts."""
+    ``MetricsServer``. ``board``: shows the run. Raises MuletrainError before anything starts."""
     check_name(name)
-    with _monitored(metrics) as server, opened(wanted, "start") as (folder, config):
+    with _monitored(metrics) as server, board or nullcontext(), opened(wanted, "start") as (folder, config):
         check_packages(config)
         peers = OwnPeers.on(name or host_name(), config.compute.device, config.compute.threads)
         _check_planned(peers.names, config.pipeline.machines, "pipeline.seats")
@@ -181,7 +188,7 @@ def start_run(
                 metrics=server,
             )
             tell_of(run.prepared, folder, peers.devices, run.first_step)
-            _serve(session, _of_metrics(server))
+            _serve(session, _greeting(server, board), board)
 
 
 def _check_planned(names: list[str], planned: list[str], field: str) -> None:
@@ -240,6 +247,7 @@ def join_run(
     private: bool = False,
     limits: Limits | None = None,
     metrics: str | None = None,
+    board: Dashboard | None = None,
     **work: Any,
 ) -> None:
     """Serve until the run ends, or as long as ``limits`` allow. ``metrics``: see ``MetricsServer``. ``work``: further
@@ -266,7 +274,7 @@ def join_run(
     )
     hint = "; --name chooses another name" if name is None else ""
     comes_back = True
-    with cleaned_up(), _monitored(metrics) as server:
+    with cleaned_up(), _monitored(metrics) as server, board or nullcontext():
         while comes_back and limits.wait_until_free(lambda text: make_console(sys.stderr).print(text, soft_wrap=True)):
             folder = new_run_folder("join")
             workers = [spec.model_copy(update={"folder": str(folder)}) for spec in specs]
@@ -274,7 +282,7 @@ def join_run(
                 fleet.spawn(peers.names)
                 session = Session("join", folder, fleet, workers, _console(json), limits=limits, metrics=server)
                 greeting = f"this machine is {', '.join(peers.names)}{hint}"
-                _serve(session, "\n".join(filter(None, (greeting, _of_metrics(server)))))
+                _serve(session, _greeting(server, board, greeting), board)
             comes_back = session.comes_back
 
 
@@ -303,10 +311,12 @@ def _console(json: bool) -> type[JsonConsole] | type[LiveConsole]:
     return JsonConsole if json else LiveConsole
 
 
-def _serve(session: Session, greeting: str = "") -> None:
+def _serve(session: Session, greeting: str = "", board: Dashboard | None = None) -> None:
     """Show a session from the beginning to the end, and report. Raises SystemExit with an exit code that is not 0, and
     the errors of ``Session.check``."""
     try:
+        if board is not None:
+            board.show(follow_session(session))
         with session.interruptible():
             with session.console:
                 if isinstance(session.console, JsonConsole):

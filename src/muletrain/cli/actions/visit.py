@@ -37,24 +37,10 @@ ENDS_S, POLL_S = 2.0, 0.1
 def show_status(ticket: str | None, *, json: bool) -> None:
     """Print the members' announcements in the directory; before training starts, the missing conditions. Raises
     MuletrainError if no member answers."""
-    from muletrain.runs.join.client import ask_missing, members_in
-    from muletrain.runs.join.removal import serving
-    from muletrain.runtime.peer.messages import HOLDS_S
-
-    whole = _ticket(ticket)
+    whole = ticket_of(ticket)
 
     async def look(network: Libp2pNetwork, run_id: str) -> tuple[list[Announced], list[Down], tuple[str, ...]]:
-        found = await network.directory.lookup_left(f"{run_id}/peers")
-        read = (Announced.read(peer, value, HOLDS_S - left_s) for peer, (value, left_s) in found.items())
-        told = [p for p in read if p is not None]
-        announced = [p for p in told if not p.left]
-        known = await serving(network, [*(p.id for p in announced), *members_in(whole.addresses)])
-        unheard = [Down(id=m.id, name=m.name, stage=m.stage or 0) for m in known if m.id not in {p.id for p in told}]
-        missing: tuple[str, ...] = ()
-        if not announced and not unheard:
-            with suppress(AdmissionError, NetworkError):  # the run ends: members admit no peer
-                missing = await ask_missing(network, whole.addresses)
-        return sorted(announced, key=lambda p: (p.stage, p.name, p.age_s)), unheard, tuple(map(printable, missing))
+        return await announced(network, whole)
 
     peers, unheard, missing = asyncio.run(as_member(whole, look))
     if json:
@@ -72,7 +58,7 @@ def stop_run(ticket: str | None) -> None:
     """Ask one member to stop the run. The request travels in the next step record, so all stop after the same step. A run
     that ends meanwhile, or has ended, needs no stop."""
     try:
-        told = asyncio.run(as_member(_ticket(ticket), ask_to_stop))
+        told = asyncio.run(as_member(ticket_of(ticket), ask_to_stop))
     except MuletrainError:
         if ticket is not None or not _own_has_ended():
             raise
@@ -83,6 +69,25 @@ def stop_run(ticket: str | None) -> None:
         )
     else:
         print("the run has ended")
+
+
+async def announced(network: Libp2pNetwork, whole: Ticket) -> tuple[list[Announced], list[Down], tuple[str, ...]]:
+    """The members' announcements, serving members without one, and before training starts the missing conditions."""
+    from muletrain.runs.join.client import ask_missing, members_in
+    from muletrain.runs.join.removal import serving
+    from muletrain.runtime.peer.messages import HOLDS_S
+
+    found = await network.directory.lookup_left(f"{whole.run_id}/peers")
+    read = (Announced.read(peer, value, HOLDS_S - left_s) for peer, (value, left_s) in found.items())
+    told = [p for p in read if p is not None]
+    present = [p for p in told if not p.left]
+    known = await serving(network, [*(p.id for p in present), *members_in(whole.addresses)])
+    unheard = [Down(id=m.id, name=m.name, stage=m.stage or 0) for m in known if m.id not in {p.id for p in told}]
+    missing: tuple[str, ...] = ()
+    if not present and not unheard:
+        with suppress(AdmissionError, NetworkError):  # the run ends: members admit no peer
+            missing = await ask_missing(network, whole.addresses)
+    return sorted(present, key=lambda p: (p.stage, p.name, p.age_s)), unheard, tuple(map(printable, missing))
 
 
 async def ask_to_stop(network: Network, run_id: str) -> bool:
@@ -186,7 +191,8 @@ def own_ticket() -> str:
     return found[-1].read_text(encoding="utf-8").strip()
 
 
-def _ticket(text: str | None) -> Ticket:
+def ticket_of(text: str | None) -> Ticket:
+    """The ticket in ``text``, or the newest one under ``runs/``. Raises MuletrainError."""
     return Ticket.parse(text or own_ticket())
 
 

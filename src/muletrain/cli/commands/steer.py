@@ -4,14 +4,24 @@ from typing import Annotated
 
 import typer
 
-from muletrain.cli.options import JsonObject, OwnTicket
+from muletrain.cli.options import LOOPBACK, DashboardHost, DashboardPort, JsonObject, OwnTicket
 
 
-def status(ticket: OwnTicket = None, json: JsonObject = False) -> None:
-    """Show the progress and the members of a run; before training starts, what it waits for."""
+def status(
+    ticket: OwnTicket = None,
+    dashboard: DashboardPort = None,
+    dashboard_host: DashboardHost = LOOPBACK,
+    json: JsonObject = False,
+) -> None:
+    """Show the progress and the members of a run; before training starts, what it waits for. With --dashboard, show them
+    on a page until Ctrl-C."""
+    from muletrain.cli.actions.dashboard import board_of, show_members
     from muletrain.cli.actions.visit import show_status
 
-    show_status(ticket, json=json)
+    if (board := board_of(dashboard, dashboard_host)) is not None:
+        show_members(ticket, board)
+    else:
+        show_status(ticket, json=json)
 
 
 def stop(ticket: OwnTicket = None) -> None:

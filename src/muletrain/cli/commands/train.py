@@ -6,9 +6,12 @@ from typing import Annotated
 import typer
 
 from muletrain.cli.options import (
+    LOOPBACK,
     TICKET_VARIABLE,
     Announce,
     ConfigFile,
+    DashboardHost,
+    DashboardPort,
     Factories,
     JsonLines,
     Listen,
@@ -37,6 +40,8 @@ def run(
     plan: PlanFile = None,
     strategy: StrategyChoice = None,
     metrics: MetricsAddress = None,
+    dashboard: DashboardPort = None,
+    dashboard_host: DashboardHost = LOOPBACK,
     json: JsonLines = False,
 ) -> None:
     """Train with a local fleet: every peer is a process on this machine; a single one works in the command itself.
@@ -44,10 +49,11 @@ def run(
     With --plan, there is one process for each machine of the plan. Ctrl-C writes a checkpoint and ends the run; a
     second Ctrl-C ends it at once."""
     from muletrain.cli.actions.opening import Wanted
+    from muletrain.cli.actions.dashboard import board_of
     from muletrain.cli.actions.train import run_local
 
     wanted = Wanted(config, overrides or [], resume, plan, strategy)
-    run_local(wanted, json=json, chaos=chaos, seed=seed, trace=trace, metrics=metrics)
+    run_local(wanted, json=json, chaos=chaos, seed=seed, trace=trace, metrics=metrics, board=board_of(dashboard, dashboard_host))
 
 
 Probe = Annotated[
@@ -82,6 +88,8 @@ def start(
     probe: Probe = False,
     share_data: ShareData = False,
     metrics: MetricsAddress = None,
+    dashboard: DashboardPort = None,
+    dashboard_host: DashboardHost = LOOPBACK,
     json: JsonLines = False,
 ) -> None:
     """Start a run on several machines and serve it with this one.
@@ -89,13 +97,14 @@ def start(
     Prints a ticket for 'muletrain join', waits until every stage has a peer, then trains and collects checkpoints.
     Ctrl-C writes a checkpoint and ends the run."""
     from muletrain.cli.actions.opening import Wanted
+    from muletrain.cli.actions.dashboard import board_of
     from muletrain.cli.actions.train import start_run
     from muletrain.runs.own_peers import Listening
 
     overrides = [*(overrides or []), *(["data.share=true"] if share_data else [])]
     listening = Listening(listen, port, tuple(announce or ()))
     wanted = Wanted(config, overrides, resume, plan, strategy)
-    start_run(wanted, listening=listening, json=json, name=name, probe=probe, metrics=metrics)
+    start_run(wanted, listening=listening, json=json, name=name, probe=probe, metrics=metrics, board=board_of(dashboard, dashboard_host))
 
 
 Ticket = Annotated[
@@ -191,6 +200,8 @@ def join(
     private: Private = False,
     reliable: Reliable = False,
     metrics: MetricsAddress = None,
+    dashboard: DashboardPort = None,
+    dashboard_host: DashboardHost = LOOPBACK,
     json: JsonLines = False,
 ) -> None:
     """Add this machine to a run, with one peer per GPU, or one on the CPU.
@@ -199,6 +210,7 @@ def join(
     it. With --factory for its data.factory too, this machine also builds microbatches.
 
     Ctrl-C leaves in order, between two steps; a second Ctrl-C leaves at once."""
+    from muletrain.cli.actions.dashboard import board_of
     from muletrain.cli.actions.train import join_run
     from muletrain.config.trusted import trust
     from muletrain.runs.own_peers import Listening
@@ -210,6 +222,7 @@ def join(
         listening=Listening(listen, port, tuple(announce or ())),
         json=json,
         metrics=metrics,
+        board=board_of(dashboard, dashboard_host),
         name=name,
         device=device,
         threads=threads,

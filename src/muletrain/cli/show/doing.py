@@ -21,6 +21,7 @@ BEGINS = {
     "status": "asking the run's members",
     "stop": "asking the run's members to stop",
     "kick": "telling the run's members",
+    "dashboard": "preparing the page",
     "doctor": "examining this machine",
     "data": "reading the data",
     "plan": "preparing the plan",

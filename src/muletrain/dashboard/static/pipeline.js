@@ -1,0 +1,135 @@
+// The pipeline as it is: stages as columns, peers as cards or, in large stages, as dots.
+
+import { $, bytes, count, el, fill, int, percent, plural, rate } from "./dom.js";
+import { openPeer } from "./peers.js";
+
+const MANY = 8; // peers of a stage above which they are drawn as dots
+const LABELS = { training: "training", ready: "ready", joining: "joining", silent: "no answer", gone: "gone", finished: "finished" };
+const ORDER = ["training", "ready", "joining", "silent", "gone", "finished"];
+export const label = (peer) => (peer.state === "gone" && peer.why !== "gone" ? peer.why : LABELS[peer.state] ?? peer.state);
+
+export function drawPipeline(run, k) {
+  const host = $("pipe");
+  const stages = run.stages;
+  const of = new Map(stages.map((s) => [s.stage, []]));
+  for (const [key, peer] of Object.entries(run.peers)) of.get(peer.stage)?.push({ key, ...peer });
+  for (const peers of of.values()) peers.sort((a, b) => ORDER.indexOf(a.state) - ORDER.indexOf(b.state) || a.name.localeCompare(b.name, "en", { numeric: true }));
+  $("pipe-about").textContent = stages.length ? `${plural(Object.keys(run.peers).length, "peer")} in ${plural(stages.length, "stage")}` : "";
+  if (!stages.length) return void fill(host, "none", () => el("p", { class: "empty" }, "No stage yet. Peers appear here when they have loaded the model."));
+  const shape = stages.map((s) => [s.stage, of.get(s.stage).length > MANY ? "dots" : of.get(s.stage).map((p) => p.key)]);
+  fill(host, [k, shape], () => [svg(), ...stages.map((s) => column(s, of.get(s.stage), k))]);
+  const busiest = Math.max(...stages.map(busy));
+  for (const s of stages) update(s, of.get(s.stage), k, busy(s) === busiest && stages.length > 1 && busiest > 0);
+  drawLinks(host, of);
+}
+
+const busy = (s) => {
+  const total = s.seconds.reduce((a, b) => a + (b ?? 0), 0);
+  return total ? 1 - s.seconds[4] / total : 0;
+};
+
+function svg() {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  node.setAttribute("class", "links");
+  node.setAttribute("aria-hidden", "true");
+  return node;
+}
+
+function column(s, peers, k) {
+  const body = peers.length > MANY ? [el("div", { class: "dots", id: `dots-${s.stage}`, role: "img" }), el("ul", { class: "states", id: `states-${s.stage}` }), el("div", { id: `notable-${s.stage}` })] : peers.map((p) => card(p, k));
+  return el("section", { class: "stage", "aria-label": `Stage ${s.stage}` },
+    el("h3", {}, `Stage ${s.stage}`, el("span", { class: "tag", id: `busiest-${s.stage}`, hidden: true }, "busiest")),
+    el("p", { class: "muted small", id: `stage-${s.stage}` }), ...body,
+    peers.length ? null : el("p", { class: "empty small" }, "no peer"));
+}
+
+const cards = new Map();
+
+function card(peer, k) {
+  const parts = { state: el("span", { class: "state" }), device: el("span", { class: "device" }), speed: el("b"), busy: el("b"), meter: el("i"), sends: el("b"), way: el("b") };
+  const row = (name, value) => el("span", { class: "row" }, el("span", {}, name), value);
+  const node = el("button", { type: "button", class: "card", onclick: () => openPeer(k, peer.key) },
+    el("span", { class: "name" }, el("span", { class: "clip" }, peer.name), parts.state), parts.device,
+    row("speed", parts.speed), row("load", parts.busy), el("span", { class: "meter" }, parts.meter), row("memory", parts.way), row("sends", parts.sends));
+  node.parts = parts;
+  cards.set(`${k}/${peer.key}`, node);
+  return node;
+}
+
+function update(s, peers, k, busiest) {
+  const about = [s.microbatches_per_s === null ? "" : `${rate(s.microbatches_per_s, "microbatches/s")}`, s.params ? `${count(s.params)} parameters` : ""];
+  $(`stage-${s.stage}`).textContent = about.filter(Boolean).join(" · ") || "waiting for the first step";
+  $(`busiest-${s.stage}`).hidden = !busiest;
+  if (peers.length > MANY) return dots(s, peers, k);
+  for (const peer of peers) {
+    const node = cards.get(`${k}/${peer.key}`);
+    if (!node) continue;
+    const { parts } = node;
+    node.dataset.state = peer.state;
+    parts.state.textContent = label(peer);
+    parts.device.textContent = [peer.device, peer.precision, peer.trainer ? "trainer" : ""].filter(Boolean).join(" · ");
+    const still = peer.state === "gone" || peer.state === "silent";
+    parts.speed.textContent = still ? "–" : rate(peer.per_s, "mb/s");
+    parts.busy.textContent = still ? "–" : percent(peer.busy);
+    parts.meter.style.width = still ? "0" : `${100 * (peer.busy ?? 0)}%`;
+    parts.sends.textContent = still ? "–" : rate(peer.send, "B/s").replace(/k B|kB/, "kB");
+    parts.way.textContent = peer.memory ? bytes(peer.memory) : peer.params ? `${count(peer.params)} params` : "–";
+    if (peer.under_way) parts.speed.textContent += ` · ${peer.under_way} under way`;
+    node.title = "speed in microbatches per second; load: share of the time that the peer did not wait";
+  }
+}
+
+function dots(s, peers, k) {
+  const counts = ORDER.map((state) => [state, s.states[state] ?? 0]).filter(([, n]) => n);
+  const words = counts.map(([state, n]) => `${int(n)} ${LABELS[state]}`).join(", ");
+  const shades = peers.map((p) => p.state + Math.round(5 * (p.busy ?? 0)));
+  if (fill($(`dots-${s.stage}`), shades, () => peers.map((p) => el("i", { "data-state": p.state, title: `${p.name}: ${label(p)}, load ${percent(p.busy)}`, style: { "--load": String(p.busy ?? 0) } }))))
+    $(`dots-${s.stage}`).setAttribute("aria-label", `Stage ${s.stage}: ${words}`);
+  fill($(`states-${s.stage}`), counts, () => counts.map(([state, n]) => el("li", { "data-state": state }, el("b", {}, int(n)), ` ${LABELS[state]}`)));
+  const working = peers.filter((p) => p.state === "training" && p.per_s !== null);
+  const slow = [...working].sort((a, b) => a.per_s - b.per_s).slice(0, 2);
+  const loaded = [...working].sort((a, b) => b.busy - a.busy).slice(0, 2);
+  const entry = (p, text) => el("button", { type: "button", class: "entry", onclick: () => openPeer(k, p.key) }, el("span", { class: "clip" }, p.name), el("b", {}, text));
+  fill($(`notable-${s.stage}`), [slow, loaded].map((l) => l.map((p) => [p.key, p.per_s, p.busy])), () => [
+    slow.length ? el("p", { class: "muted small" }, "slowest") : null, ...slow.map((p) => entry(p, rate(p.per_s, "mb/s"))),
+    loaded.length ? el("p", { class: "muted small" }, "most loaded") : null, ...loaded.map((p) => entry(p, percent(p.busy)))]);
+}
+
+/** A line for each link to the next stage; the dots on it move at a speed that follows the bytes. */
+function drawLinks(host, of) {
+  const root = host.querySelector("svg.links");
+  const byName = new Map();
+  for (const peers of of.values()) for (const p of peers) byName.set(p.name, p);
+  const lines = [];
+  for (const [stage, peers] of of) {
+    if (peers.length > MANY) continue;
+    for (const p of peers) for (const [name, speed] of Object.entries(p.to ?? {})) {
+      const q = byName.get(name);
+      if (q && q.stage === stage + 1 && speed && of.get(q.stage).length <= MANY && p.state === "training" && q.state === "training") lines.push([p, q, speed]);
+    }
+  }
+  const box = host.getBoundingClientRect();
+  const spot = (node, right) => {
+    const r = node.getBoundingClientRect();
+    return [Math.round((right ? r.right : r.left) - box.left + host.scrollLeft), Math.round(r.top + r.height / 2 - box.top)];
+  };
+  const most = Math.max(1, ...lines.map((l) => l[2]));
+  const k = [...cards.keys()].at(-1)?.split("/")[0];
+  const drawn = lines.map(([p, q, speed]) => {
+    const a = cards.get(`${k}/${p.key}`), b = cards.get(`${k}/${q.key}`);
+    if (!a?.isConnected || !b?.isConnected) return null;
+    const [x1, y1] = spot(a, true), [x2, y2] = spot(b, false);
+    const middle = (x1 + x2) / 2;
+    return [`M${x1} ${y1}C${middle} ${y1} ${middle} ${y2} ${x2} ${y2}`, 1 + Math.round((3 * speed) / most), [6, 3, 1.5, 0.8][Math.min(3, Math.floor((4 * speed) / most))]];
+  }).filter(Boolean);
+  root.setAttribute("width", host.scrollWidth);
+  root.setAttribute("height", host.scrollHeight);
+  fill(root, drawn, () => drawn.flatMap(([d, width, seconds]) => ["wire", "flow"].map((kind) => {
+    const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    path.setAttribute("d", d);
+    path.setAttribute("class", kind);
+    path.style.strokeWidth = kind === "wire" ? String(width) : String(width + 2);
+    if (kind === "flow") path.style.animationDuration = `${seconds}s`;
+    return path;
+  })));
+}
