@@ -33,6 +33,10 @@ class Frames:
         """Is it time for a frame at ``t``?"""
         return not self.times or t - self.times[-1] >= self.interval_s
 
+    def expect(self, seconds: float) -> None:
+        """A history of so many seconds follows at once."""
+        self.interval_s = max(FIRST_S, 1.5 * seconds / MOST)
+
     def take(self, t: float, state: Callable[[], bytes], *, hurry: bool = False) -> None:
         """Keep the state at ``t``, if one is due. ``hurry``: a history is being read, so that frames may cost more."""
         begun = time.monotonic()
@@ -43,11 +47,10 @@ class Frames:
         if len(self.times) > MOST:
             self.times, self._frames, self.interval_s = self.times[::2], self._frames[::2], 2 * self.interval_s
         now = time.monotonic()
-        self._free_s = now + (now - begun) * (10 if hurry else THRIFT)
+        self._free_s = now + (now - begun) * (2 if hurry else THRIFT)
 
-    def at(self, t: float) -> tuple[float, bytes] | None:
-        """The newest frame at or before ``t``, else the first one, with its time; None: there is none."""
-        if not self.times:
-            return None
-        k = max(0, bisect_right(self.times, t) - 1)
-        return self.times[k], zlib.decompress(self._frames[k])
+    def at(self, t: float, *, after: bool = False) -> tuple[float, bytes] | None:
+        """The newest frame at or before ``t``, else the first one, with its time. ``after``: the first one after ``t``.
+        None: there is none."""
+        k = bisect_right(self.times, t) if after else max(0, bisect_right(self.times, t) - 1)
+        return (self.times[k], zlib.decompress(self._frames[k])) if k < len(self.times) else None

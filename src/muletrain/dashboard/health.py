@@ -147,7 +147,7 @@ def slowest(view: RunView) -> str:
     if len(busy) < 2:
         return ""
     stage = max(busy, key=lambda s: busy[s])
-    return f"Stage {stage} is the busiest ({busy[stage]:.0%} of the time): a further machine helps most there."
+    return f"Stage {stage} is the busiest ({100 * busy[stage]:.0f} % of the time): a further machine helps most there."
 
 
 def _training(view: RunView) -> Health:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MARKS = 2000
 """Most events on the event line; the oldest are dropped and counted."""
-TEXT = 500
+TEXT = 240
 """Most characters of a sentence on the page."""
 LINKED = 64
 """Most peers whose single links are shown."""
@@ -36,7 +36,6 @@ RECENT = 200
 KINDS: dict[type[ev.Event], str] = {
     ev.PeerJoined: "joined",
     ev.ClientBegan: "joined",
-    ev.ClientEnlisted: "joined",
     ev.PeerDown: "lost",
     ev.ClientLost: "lost",
     ev.StageEmpty: "lost",
@@ -58,6 +57,8 @@ KINDS: dict[type[ev.Event], str] = {
     ev.RunStarted: "run",
 }
 """Kinds of marks on the event line; others are 'warning' or 'note'."""
+UNMARKED = (ev.StepApplied, ev.StepDone)
+"""Events of every step, which are no marks."""
 
 
 @dataclass
@@ -76,20 +77,18 @@ class Load:
     """Step and index of the microbatches that the peer has (with ``fleet.trace``)."""
 
     def fold(self, event: ev.StepApplied) -> None:
-        self.weight = PAST * self.weight + 1 - PAST
-        for k, kind in enumerate(SECONDS):
-            value = getattr(event, kind)
-            self.seconds[k] = PAST * self.seconds[k] + (1 - PAST) * (value if math.isfinite(value) else 0.0)
-        self.microbatches = PAST * self.microbatches + (1 - PAST) * event.microbatches
-        self.sent = {peer: PAST * size for peer, size in self.sent.items() if size > 1}
+        new = 1 - PAST
+        self.weight = PAST * self.weight + new
+        now = (event.forward_s, event.backward_s, event.averaging_s, event.apply_s, event.wait_s)
+        if math.isfinite(sum(now)):
+            self.seconds = [PAST * before + new * value for before, value in zip(self.seconds, now, strict=True)]
+        self.microbatches = PAST * self.microbatches + new * event.microbatches
+        sent = {peer: PAST * size for peer, size in self.sent.items() if size > 1}
         for peer, classes in event.sent.items():
-            self.sent[peer] = self.sent.get(peer, 0.0) + (1 - PAST) * sum(classes.values())
-        self.under_way = {key for key in self.under_way if key[0] >= event.step}
-
-    @property
-    def step_s(self) -> float:
-        """Mean wall time of a step [s]."""
-        return sum(self.seconds) / self.weight if self.weight else 0.0
+            sent[peer] = sent.get(peer, 0.0) + new * sum(classes.values())
+        self.sent = sent
+        if self.under_way:
+            self.under_way = {key for key in self.under_way if key[0] >= event.step}
 
     def per_s(self, amount: float) -> float | None:
         """A recent sum per second."""
@@ -133,7 +132,7 @@ class RunPage:
         self._loads: dict[str, Load] = {}
         self._places: dict[str, int] = {}
         """Stage by peer's id."""
-        self._links: dict[tuple[int, int], Counter[str]] = {}
+        self._links: dict[tuple[int, int], dict[str, int]] = {}
         """Bytes by stages of sender and receiver (-1: unknown), and kind."""
         self._prepared: ev.RunPrepared | None = None
         self._checkpoints: dict[int, dict[str, Any]] = {}
@@ -173,7 +172,7 @@ class RunPage:
         if peer is not None and peer.state != was:
             news = True  # the same words as at an earlier loss
         self._take(event, news)
-        if news:
+        if news and not isinstance(event, UNMARKED):
             self._mark(event, self._view.headline(event))
         for text in self._view.asides:
             self._add_mark(event.t, "lost" if " is gone" in text else "note", text)
@@ -215,7 +214,7 @@ class RunPage:
             case ev.RunPrepared():
                 self._prepared = event
             case ev.Sampled():
-                texts = [text[: 4 * TEXT] for text in event.texts]
+                texts = [text[:2000] for text in event.texts]
                 self._samples.append({"step": event.step, "t": event.t, "texts": texts})
             case _:
                 pass
@@ -226,9 +225,9 @@ class RunPage:
     def _applied(self, event: ev.StepApplied) -> None:
         self._load(event.peer).fold(event)
         for receiver, classes in event.sent.items():
-            link = self._links.setdefault((event.stage, self._places.get(receiver, -1)), Counter())
+            link = self._links.setdefault((event.stage, self._places.get(receiver, -1)), {})
             for kind, size in classes.items():
-                link[kind] += size
+                link[kind] = link.get(kind, 0) + size
 
     def _done(self, event: ev.StepDone) -> None:
         self._last = event
@@ -242,7 +241,7 @@ class RunPage:
         if isinstance(event, ev.RunFinished):
             text = f"{event.peer} ended after step {event.steps}: {event.reason}"
         kind = KINDS.get(type(event), "warning" if event.is_warning() else "note")
-        if text and not isinstance(event, ev.StepDone):
+        if text:
             self._add_mark(event.t, kind, text, event.peer)
 
     def _add_mark(self, t: float, kind: str, text: str, peer: str = "") -> None:
@@ -284,7 +283,7 @@ class RunPage:
             "health": health(view, now, facts)._asdict(),
             "stages": self._stages(),
             "links": [
-                {"from": a, "to": b, "bytes": dict(kinds)} for (a, b), kinds in sorted(self._links.items())[:400]
+                {"from": a, "to": b, "bytes": kinds} for (a, b), kinds in sorted(self._links.items())[:400]
             ],
             "clients": self._clients(),
         }

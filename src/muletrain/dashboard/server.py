@@ -142,7 +142,7 @@ def application(board: Dashboard) -> Any:
             page, t = board.pages[int(request.query_params["run"])], float(request.query_params["t"])
         except (KeyError, ValueError, IndexError):
             return JSONResponse({"error": "no such run"}, 404)
-        found = await run_in_threadpool(page.frames.at, t)
+        found = await run_in_threadpool(page.frames.at, t, after="after" in request.query_params)
         if found is None:
             return JSONResponse({"error": "no earlier state"}, 404)
         return Response(f'{{"t":{found[0]},"state":{found[1].decode()}}}', media_type="application/json")

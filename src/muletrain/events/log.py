@@ -167,6 +167,8 @@ class EventTail:
 
     def _new(self, path: Path) -> Iterator[Event]:
         start = self._offsets.get(path, 0)
+        if path.stat().st_size <= start:
+            return
         with path.open("rb") as file:
             file.seek(start)
             data = file.read()

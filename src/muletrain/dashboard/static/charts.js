@@ -24,6 +24,7 @@ export function redraw() {
 }
 
 const x = (row, run) => (axis === "step" ? row[0] : axis === "tokens" ? row[2] : row[1] - (run.head.first_t ?? 0));
+const short = (v) => count(v).replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
 const shownX = (v) => (axis === "step" ? `step ${int(v)}` : axis === "tokens" ? `${count(v)} tokens` : duration(v));
 
 /** Exponential mean with a window of a fiftieth of the points: the eye sees the trend through the noise. */
@@ -92,13 +93,13 @@ function build(chart, runs, data) {
   const font = "12px system-ui, sans-serif";
   const tick = { ...grid, size: 4 };
   const options = {
-    width: Math.max(240, host.clientWidth), height: 210, legend: { show: false },
+    width: Math.max(240, host.clientWidth), height: 200, legend: { show: false },
     padding: [10, 14, 0, 0],
     scales: { x: { time: false }, y: { range: (u, low, high) => (low === null ? [0, 1] : uPlot.rangeNum(chart.heldout ? low : 0, high, 0.08, true)) } },
     series,
     axes: [
-      { stroke: css("--muted"), grid: { show: false }, ticks: tick, font, values: (u, vs) => vs.map((v) => (axis === "time" ? duration(v).replace(/^0 ms$/, "0") : count(v))), space: 70 },
-      { stroke: css("--muted"), grid, ticks: { show: false }, font, size: 54, values: (u, vs) => vs.map((v) => (chart.heldout ? String(+v.toFixed(3)) : count(v))) },
+      { stroke: css("--muted"), grid: { show: false }, ticks: tick, font, size: 30, values: (u, vs) => vs.map((v) => (axis === "time" ? duration(v).replace(/^0 ms$/, "0") : Number.isInteger(v) || axis !== "step" ? short(v) : "")), space: 80 },
+      { stroke: css("--muted"), grid, ticks: { show: false }, font, size: 54, values: (u, vs) => vs.map((v) => (chart.heldout ? String(+v.toFixed(3)) : short(v))) },
     ],
     cursor: { drag: { x: true, y: false }, points: { size: 6 } },
     hooks: {
@@ -126,7 +127,7 @@ function label(chart, runs) {
 export function legend(runs) {
   const parts = runs.length > 1
     ? runs.map(({ name, k }) => el("span", { class: "key" }, el("i", { style: { background: color(k) } }), name))
-    : [el("span", { class: "key" }, el("i", { style: { background: color(0) } }), "mean"), el("span", { class: "key" }, el("i", { class: "thin", style: { background: color(0) } }), "each step")];
+    : [el("span", { class: "key" }, el("i", { style: { background: color(runs[0].k) } }), "mean"), el("span", { class: "key" }, el("i", { class: "thin", style: { background: color(runs[0].k) } }), "each step")];
   if (runs.some(({ run }) => run.heldout.length)) parts.push(el("span", { class: "key" }, el("i", { class: "dot" }), "held-out loss"));
   return parts;
 }

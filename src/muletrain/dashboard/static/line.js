@@ -29,7 +29,7 @@ export function drawLine(run, whole, k) {
   const scrub = $("scrub");
   if (!past && document.activeElement !== scrub) scrub.value = 1000;
   if (!past) scrub.value = 1000;
-  else if (document.activeElement !== scrub) scrub.value = String(Math.round((1000 * (past.t - span[0])) / (span[1] - span[0])));
+  else if (document.activeElement !== scrub) scrub.value = String(Math.round((1000 * (past.asked - span[0])) / (span[1] - span[0])));
   const at = past ? past.t : span[1];
   const text = `${clock(at)}, step ${int(run.head.step ?? 0)}`;
   scrub.setAttribute("aria-valuetext", past ? text : `now, ${text}`);
@@ -81,7 +81,7 @@ function events(run, k) {
   const shown = found.slice(-200).reverse();
   fill($("events"), [k, shown.map((m) => m.n), found.length], () => (shown.length
     ? [el("ul", { class: "events" }, ...shown.map((m) => el("li", { "data-kind": m.kind },
-        el("button", { type: "button", class: "plain time", title: "Show the run at this time", onclick: () => showPast(k, m.t) }, clock(m.t)),
+        el("button", { type: "button", class: "plain time", title: "Show the run at this time", onclick: () => showPast(k, m.t, true) }, clock(m.t)),
         el("span", { class: "what" }, el("i"), KINDS[m.kind]), el("span", { class: "text" }, m.text)))),
       found.length > shown.length ? el("p", { class: "muted small" }, `${plural(found.length - shown.length, "older event")} not listed`) : null]
     : el("p", { class: "empty" }, "No such event.")));

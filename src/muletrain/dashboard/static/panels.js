@@ -105,14 +105,16 @@ export function drawSamples(run) {
   fill($("samples"), run.samples, () => [...run.samples].reverse().map((s) => el("div", { class: "sample" }, el("h3", {}, `after step ${int(s.step)}`), ...s.texts.map((t) => el("blockquote", {}, t)))));
 }
 
+const pair = ([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value));
+
 export function drawAbout(run) {
   const r = run.run;
   const facts = [["folder", r.folder], ["run", r.run_id], ["model", r.of_model], ["parameters", r.params ? count(r.params) : ""], ["strategy", r.of_strategy], ["data", r.of_data], ["batch", r.of_batch ? `${r.of_batch} sequences of ${int(r.of_context)} tokens` : ""],
     ["tokens of a step", r.tokens_per_step ? int(r.tokens_per_step) : ""], ["microbatches of a step", r.microbatches], ["optimizer", r.of_optimizer ? `${r.of_optimizer}, peak learning rate ${r.of_lr}` : ""], ["learning rate now", run.head.lr], ["gradient norm", run.head.grad_norm], ["precision", r.of_precision], ["rerouted microbatches", int(run.head.rerouted)]];
   const shown = facts.filter(([, v]) => v !== "" && v !== undefined && v !== null).map(([k, v]) => [k, String(v)]);
   const config = Object.entries(r.config ?? {});
-  fill($("about"), [shown, config], () => [el("dl", { class: "facts" }, ...shown.flatMap(([k, v]) => [el("dt", {}, k), el("dd", {}, v)])),
-    config.length ? el("details", {}, el("summary", {}, `Configuration (${config.length} fields)`), el("dl", { class: "facts" }, ...config.flatMap(([k, v]) => [el("dt", {}, k), el("dd", {}, v)]))) : null,
+  fill($("about"), [shown, config], () => [el("dl", { class: "facts" }, ...shown.map(pair)),
+    config.length ? el("details", {}, el("summary", {}, `Configuration (${config.length} fields)`), el("dl", { class: "facts" }, ...config.map(pair))) : null,
     r.whole === false ? el("p", { class: "muted small" }, "This machine's peers only: other machines report to the one that began the run.") : null]);
 }
 
@@ -127,6 +129,6 @@ export function drawCompare(runs) {
     el("tbody", {}, ...lines.map(([name, values]) => el("tr", {}, el("th", { scope: "row" }, name), ...values.map((v) => el("td", { class: className }, v))))));
   fill($("compare"), [rows, different, document.documentElement.dataset.theme], () => [
     el("div", { class: "bar" }, el("h2", { id: "h-compare" }, "Side by side")), el("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": "Figures of the runs" }, table("figure", rows, "n")),
-    el("div", { class: "bar" }, el("h2", {}, "Differences of the configuration")),
+    el("div", { class: "bar later" }, el("h2", {}, "Differences of the configuration")),
     different.length ? el("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": "Differences of the configuration" }, table("field", different, "code")) : el("p", { class: "empty" }, store.runs.length > 1 ? "The configurations are equal." : "")]);
 }

@@ -1,6 +1,6 @@
 // The pipeline as it is: stages as columns, peers as cards or, in large stages, as dots.
 
-import { $, bytes, count, el, fill, int, percent, plural, rate } from "./dom.js";
+import { $, bytes, count, el, fill, int, percent, plural } from "./dom.js";
 import { openPeer } from "./peers.js";
 
 const MANY = 8; // peers of a stage above which they are drawn as dots
@@ -14,19 +14,23 @@ export function drawPipeline(run, k) {
   const of = new Map(stages.map((s) => [s.stage, []]));
   for (const [key, peer] of Object.entries(run.peers)) of.get(peer.stage)?.push({ key, ...peer });
   for (const peers of of.values()) peers.sort((a, b) => ORDER.indexOf(a.state) - ORDER.indexOf(b.state) || a.name.localeCompare(b.name, "en", { numeric: true }));
-  $("pipe-about").textContent = stages.length ? `${plural(Object.keys(run.peers).length, "peer")} in ${plural(stages.length, "stage")}` : "";
+  $("pipe-about").textContent = stages.length ? `${plural(Object.keys(run.peers).length, "peer")} in ${plural(stages.length, "stage")}${shaded(of) ? "; a square is a peer, and a darker one has more load" : ""}` : "";
   if (!stages.length) return void fill(host, "none", () => el("p", { class: "empty" }, "No stage yet. Peers appear here when they have loaded the model."));
   const shape = stages.map((s) => [s.stage, of.get(s.stage).length > MANY ? "dots" : of.get(s.stage).map((p) => p.key)]);
+  host.classList.toggle("few", stages.length <= 4);
   fill(host, [k, shape], () => [svg(), ...stages.map((s) => column(s, of.get(s.stage), k))]);
   const busiest = Math.max(...stages.map(busy));
   for (const s of stages) update(s, of.get(s.stage), k, busy(s) === busiest && stages.length > 1 && busiest > 0);
-  drawLinks(host, of);
+  drawLinks(host, of, k);
 }
 
+const shaded = (of) => [...of.values()].some((peers) => peers.length > MANY);
 const busy = (s) => {
   const total = s.seconds.reduce((a, b) => a + (b ?? 0), 0);
   return total ? 1 - s.seconds[4] / total : 0;
 };
+
+const perSecond = (n) => (n === null || n === undefined ? "–" : `${count(n)}/s`);
 
 function svg() {
   const node = document.createElementNS("http://www.w3.org/2000/svg", "svg");
@@ -46,18 +50,18 @@ function column(s, peers, k) {
 const cards = new Map();
 
 function card(peer, k) {
-  const parts = { state: el("span", { class: "state" }), device: el("span", { class: "device" }), speed: el("b"), busy: el("b"), meter: el("i"), sends: el("b"), way: el("b") };
+  const parts = { state: el("span", { class: "state" }), device: el("span", { class: "device" }), speed: el("b"), busy: el("b"), meter: el("i"), sends: el("b"), way: el("b"), wayname: el("span") };
   const row = (name, value) => el("span", { class: "row" }, el("span", {}, name), value);
   const node = el("button", { type: "button", class: "card", onclick: () => openPeer(k, peer.key) },
     el("span", { class: "name" }, el("span", { class: "clip" }, peer.name), parts.state), parts.device,
-    row("speed", parts.speed), row("load", parts.busy), el("span", { class: "meter" }, parts.meter), row("memory", parts.way), row("sends", parts.sends));
+    row("load", parts.busy), el("span", { class: "meter" }, parts.meter), row("microbatches", parts.speed), row("sends", parts.sends), el("span", { class: "row" }, parts.wayname, parts.way));
   node.parts = parts;
   cards.set(`${k}/${peer.key}`, node);
   return node;
 }
 
 function update(s, peers, k, busiest) {
-  const about = [s.microbatches_per_s === null ? "" : `${rate(s.microbatches_per_s, "microbatches/s")}`, s.params ? `${count(s.params)} parameters` : ""];
+  const about = [s.microbatches_per_s === null ? "" : `${count(s.microbatches_per_s)} microbatches/s`, s.params ? `${count(s.params)} parameters` : ""];
   $(`stage-${s.stage}`).textContent = about.filter(Boolean).join(" · ") || "waiting for the first step";
   $(`busiest-${s.stage}`).hidden = !busiest;
   if (peers.length > MANY) return dots(s, peers, k);
@@ -69,13 +73,14 @@ function update(s, peers, k, busiest) {
     parts.state.textContent = label(peer);
     parts.device.textContent = [peer.device, peer.precision, peer.trainer ? "trainer" : ""].filter(Boolean).join(" · ");
     const still = peer.state === "gone" || peer.state === "silent";
-    parts.speed.textContent = still ? "–" : rate(peer.per_s, "mb/s");
+    parts.speed.textContent = still ? "–" : perSecond(peer.per_s);
     parts.busy.textContent = still ? "–" : percent(peer.busy);
     parts.meter.style.width = still ? "0" : `${100 * (peer.busy ?? 0)}%`;
-    parts.sends.textContent = still ? "–" : rate(peer.send, "B/s").replace(/k B|kB/, "kB");
-    parts.way.textContent = peer.memory ? bytes(peer.memory) : peer.params ? `${count(peer.params)} params` : "–";
+    parts.sends.textContent = still ? "–" : `${bytes(peer.send)}/s`;
+    parts.wayname.textContent = peer.memory ? "memory" : "parameters";
+    parts.way.textContent = peer.memory ? bytes(peer.memory) : peer.params ? count(peer.params) : "–";
     if (peer.under_way) parts.speed.textContent += ` · ${peer.under_way} under way`;
-    node.title = "speed in microbatches per second; load: share of the time that the peer did not wait";
+    node.title = "load: share of the time that the peer did not wait; memory: as its stage needs";
   }
 }
 
@@ -91,12 +96,12 @@ function dots(s, peers, k) {
   const loaded = [...working].sort((a, b) => b.busy - a.busy).slice(0, 2);
   const entry = (p, text) => el("button", { type: "button", class: "entry", onclick: () => openPeer(k, p.key) }, el("span", { class: "clip" }, p.name), el("b", {}, text));
   fill($(`notable-${s.stage}`), [slow, loaded].map((l) => l.map((p) => [p.key, p.per_s, p.busy])), () => [
-    slow.length ? el("p", { class: "muted small" }, "slowest") : null, ...slow.map((p) => entry(p, rate(p.per_s, "mb/s"))),
+    slow.length ? el("p", { class: "muted small" }, "slowest") : null, ...slow.map((p) => entry(p, perSecond(p.per_s))),
     loaded.length ? el("p", { class: "muted small" }, "most loaded") : null, ...loaded.map((p) => entry(p, percent(p.busy)))]);
 }
 
 /** A line for each link to the next stage; the dots on it move at a speed that follows the bytes. */
-function drawLinks(host, of) {
+function drawLinks(host, of, k) {
   const root = host.querySelector("svg.links");
   const byName = new Map();
   for (const peers of of.values()) for (const p of peers) byName.set(p.name, p);
@@ -114,7 +119,6 @@ function drawLinks(host, of) {
     return [Math.round((right ? r.right : r.left) - box.left + host.scrollLeft), Math.round(r.top + r.height / 2 - box.top)];
   };
   const most = Math.max(1, ...lines.map((l) => l[2]));
-  const k = [...cards.keys()].at(-1)?.split("/")[0];
   const drawn = lines.map(([p, q, speed]) => {
     const a = cards.get(`${k}/${p.key}`), b = cards.get(`${k}/${q.key}`);
     if (!a?.isConnected || !b?.isConnected) return null;

@@ -75,11 +75,11 @@ export function view(k) {
   return { ...run, ...state, marks: kept, curve: run.curve.filter((row) => row[1] <= t), heldout: run.heldout.filter((h) => h[1] <= t), checkpoints: run.checkpoints.filter((c) => c.t <= t), samples: run.samples.filter((s) => s.t <= t) };
 }
 
-export async function showPast(k, t) {
-  const answer = await fetch(`/api/at?run=${k}&t=${t}`);
-  if (!answer.ok) return;
-  const found = await answer.json();
-  store.past = { run: k, asked: t, ...found, t };
+/** Show run `k` as it was at `t`; `after`: with the event at `t`. */
+export async function showPast(k, t, after = false) {
+  const answer = await fetch(`/api/at?run=${k}&t=${t}${after ? "&after" : ""}`);
+  if (!answer.ok) return after ? showNow() : undefined;
+  store.past = { run: k, asked: t, ...(await answer.json()) };
   changed();
 }
 
