@@ -1,10 +1,13 @@
-"""Tests marked ``cuda`` need a GPU: where there is none they are deselected and counted as such, never passed."""
+"""Tests marked ``cuda`` need a GPU, and those marked ``browser`` Chromium: where there is none they are deselected and
+counted as such, never passed."""
 
 from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +23,12 @@ settings.load_profile("no deadline")
 
 FULL = {line for line in (Path(__file__).parent / "full.txt").read_text().splitlines() if not line.startswith("#")}
 """Files, tests and single cases, for ``scripts/check --full``."""
-NO_GPU = "no CUDA device here: the tests marked 'cuda' are deselected"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+LACKS = {
+    "cuda": "no CUDA device here: the tests marked 'cuda' are deselected",
+    "browser": "no Chromium here, or no playwright: the tests marked 'browser' are deselected",
+}
+"""Marks of tests that need something of the machine, and the sentence where it is missing."""
 
 
 def pytest_configure() -> None:
@@ -36,13 +44,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = item.nodeid.removeprefix("tests/")
         if FULL & {name, name.partition("[")[0], name.partition("::")[0]}:
             item.add_marker("full")
-    if torch.cuda.is_available():
-        return
-    without = [item for item in items if item.get_closest_marker("cuda")]
-    if without:
-        config.hook.pytest_deselected(items=without)
-        items[:] = [item for item in items if item not in without]
-        config.stash[LEFT_OUT] = len(without)
+    there = {"cuda": torch.cuda.is_available(), "browser": CHROMIUM is not None and find_spec("playwright") is not None}
+    for mark in (mark for mark in LACKS if not there[mark]):
+        without = [item for item in items if item.get_closest_marker(mark)]
+        if without:
+            config.hook.pytest_deselected(items=without)
+            items[:] = [item for item in items if item not in without]
+            config.stash.setdefault(LEFT_OUT, {})[mark] = len(without)
 
 
 def pytest_collection_finish() -> None:
@@ -74,9 +82,9 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-LEFT_OUT = pytest.StashKey[int]()
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if left_out := config.stash.get(LEFT_OUT, 0):
-        terminalreporter.write_line(f"{NO_GPU} ({left_out})")
+    for mark, left_out in config.stash.get(LEFT_OUT, {}).items():
+        terminalreporter.write_line(f"{LACKS[mark]} ({left_out})")

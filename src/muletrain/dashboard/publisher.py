@@ -126,6 +126,10 @@ class Publisher:
         self._sent.clear()
         self._kept.clear()
         self._kept_bytes = 0
+        self.dismiss()
+
+    def dismiss(self) -> None:
+        """End all streams."""
         for queue in self._viewers:
             while not queue.empty():
                 queue.get_nowait()

@@ -43,6 +43,7 @@ class Dashboard:
         self.publisher = Publisher(self.pages)
         self._wanted = port
         self._server: Any = None
+        self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -54,6 +55,7 @@ class Dashboard:
         config = uvicorn.Config(
             application(self),
             log_config=None,
+            log_level="critical",
             access_log=False,
             lifespan="off",
             loop="asyncio",
@@ -71,11 +73,14 @@ class Dashboard:
         return self
 
     def _serve(self, listening: socket.socket) -> None:
-        with suppress(asyncio.CancelledError), listening:
-            asyncio.run(self._server.serve(sockets=[listening]))
+        with suppress(asyncio.CancelledError), listening, asyncio.Runner() as runner:
+            self._loop = runner.get_loop()
+            runner.run(self._server.serve(sockets=[listening]))
 
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = self._server.force_exit = True
+        with suppress(RuntimeError):  # the loop has ended already
+            self._loop.call_soon_threadsafe(self.publisher.dismiss)
+        self._server.should_exit = True
         assert self._thread is not None
         self._thread.join(END_S)
 

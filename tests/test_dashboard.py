@@ -1,0 +1,419 @@
+"""The dashboard without a browser: its fold equals the events, and its server lets in whom it should."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import http.client
+import json
+import math
+import socket
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from muletrain import events as ev
+from muletrain.cli.show.announcements import Announcements
+from muletrain.cli.show.status import Announced, Down
+from muletrain.dashboard import curve as curves
+from muletrain.dashboard.curve import Curve
+from muletrain.dashboard.frames import MOST, Frames
+from muletrain.dashboard.gatekeeper import Gatekeeper
+from muletrain.dashboard.health import Facts, health
+from muletrain.dashboard.page import MARKS, RunPage
+from muletrain.dashboard.publisher import QUEUE, VIEWERS, Publisher
+from muletrain.dashboard.server import PORT, Dashboard
+from muletrain.dashboard.sources import FolderSource, config_in
+from muletrain.dashboard.steering import steer
+from muletrain.errors import MuletrainError
+from muletrain.events import EventTail
+from muletrain.events.event import parse, parse_own
+from muletrain.runs.view import RunView
+from tests.played_events import BEGIN_S, played, written
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+def page_of(events: Iterable[ev.Event], **more: Any) -> RunPage:
+    now = [BEGIN_S]
+    page = RunPage("played", "runs/played", clock=lambda: now[0], **more)
+    page.loading = True  # frames may cost more
+    for event in events:
+        page(event)
+        now[0] = event.t
+    page.loading = False
+    return page
+
+
+def test_the_page_shows_the_sums_of_the_events() -> None:
+    events = list(played(peers=4, stages=2, steps=12, checkpoint=5))
+    page = page_of(events)
+    sections, peers = page.sections(), page.peers()
+    applied = [e for e in events if isinstance(e, ev.StepApplied)]
+    done = [e for e in events if isinstance(e, ev.StepDone)]
+    sent = sum(size for e in applied for classes in e.sent.values() for size in classes.values())
+    assert sections["head"]["step"] == 12
+    assert sections["head"]["tokens"] == sum(e.tokens for e in done)
+    assert sections["head"]["sent"] == sum(sum(link["bytes"].values()) for link in sections["links"]) == sent
+    for name, peer in peers.items():
+        assert peer["microbatches"] == sum(e.microbatches for e in applied if e.peer == name)
+        assert peer["state"] == "training"
+        assert peer["memory"] == 2_100_000_000
+    assert [row[0] for row in (p.row() for p in page.curve.points)] == [e.step for e in done]
+    assert [p.row()[3] for p in page.curve.points] == pytest.approx([e.loss for e in done], abs=1e-4)
+    assert [c["step"] for c in sections["checkpoints"]] == [5, 10]
+    assert [h[0] for h in sections["heldout"]] == [5, 10]
+    assert [m["kind"] for m in page.marks].count("joined") == 4
+    assert sections["health"]["word"] == "done"
+
+
+def test_a_lost_peer_is_silent_then_gone_then_back() -> None:
+    events = [*played(peers=4, stages=2, steps=6)]
+    name = "virginia-1"
+    page = page_of(events[:-3])
+    t = events[-3].t
+    page(ev.PeerDown(t=t, peer="frankfurt-0", peer_id=f"id-{name}", name=name, reason="no answer"))
+    assert page.peers()[name]["state"] == "silent"
+    assert page.marks[-1]["kind"] == "lost"
+    page(replace(next(e for e in events if isinstance(e, ev.PeerJoined) and e.name == name), t=t + 1))
+    assert page.peers()[name]["state"] == "ready"
+    page(ev.PeerDown(t=t + 2, peer="frankfurt-0", peer_id=f"id-{name}", name=name, reason="no answer"))
+    assert [m["kind"] for m in page.marks].count("lost") == 2, "the same words, but another loss"
+
+
+def test_a_killed_process_is_gone_at_once() -> None:
+    page = page_of(played(peers=4, stages=2, steps=3))
+    page(ev.FaultInjected(t=1, what="kill", who=["tokyo-2"], for_s=0, planned="kill any@step3", step=3))
+    page.ended("virginia-1", "was killed")
+    assert {name for name, peer in page.peers().items() if peer["state"] == "gone"} == {"tokyo-2", "virginia-1"}
+
+
+def test_a_step_back_takes_its_steps_from_the_curve() -> None:
+    page = page_of(played(peers=2, stages=1, steps=8, planned=20))
+    page(ev.SteppedBack(t=1, peer="x", step=8, to=5, lost=[0], moves=[], lineage="b"))
+    assert page.curve.points[-1].step == 5
+    assert page.marks[-1]["kind"] == "back"
+
+
+def test_a_resumed_run_goes_on_in_the_same_curve() -> None:
+    first = [*played(peers=2, stages=1, steps=6, planned=12)]
+    page = page_of(first)
+    page(ev.RunFinished(t=first[-1].t, peer="a", steps=6, seconds=1, reason="stopped"))
+    assert page.sections()["health"]["word"] == "stopped"
+    again = [e for e in played(peers=2, stages=1, steps=8, planned=12) if getattr(e, "step", 9) > 4]
+    for event in again:
+        page(replace(event, first_step=4, t=event.t + 99) if isinstance(event, ev.RunStarted) else replace(event, t=event.t + 99))
+    assert [p.step for p in page.curve.points] == [*range(1, 9)]
+    assert page.sections()["head"]["tokens"] == 8 * 64 * 2048
+    assert page.sections()["health"]["word"] != "stopped"
+
+
+def test_numbers_that_json_cannot_say_are_left_out() -> None:
+    page = page_of(played(peers=2, stages=1, steps=3))
+    page(ev.StepDone(t=BEGIN_S + 99, peer="x", step=4, loss=math.nan, grad_norm=math.nan, lr=0.1, tokens=5, duration_s=1, lineage="q"))
+    text = Publisher([page]).full()
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(name))["runs"][0]["curve"]["rows"][-1][3] is None
+
+
+def test_curves_marks_and_frames_are_bounded() -> None:
+    curve, frames, page = Curve(), Frames(), RunPage("x")
+    for step in range(1, 3 * curves.MOST + 1):
+        curve.add(step, step, step, 2.0, 10, 0.5)
+        frames.take(2.0 * step, lambda: b"{}", hurry=True)
+    assert curves.MOST / 2 <= len(curve.points) <= curves.MOST
+    assert sum(p.steps for p in curve.points) == 3 * curves.MOST
+    assert {p.row()[4] for p in curve.points} == {20.0}
+    assert len(frames.times) <= MOST
+    for k in range(MARKS + 10):
+        page(ev.Note(level="info", message=str(k), t=k))
+    assert len(page.marks) == MARKS
+    assert page.marked == MARKS + 10
+
+
+def test_an_earlier_time_shows_the_state_of_that_time() -> None:
+    events = [*played(peers=4, stages=2, steps=30)]
+    page = page_of(events)
+    done = next(e for e in events if isinstance(e, ev.StepDone) and e.step == 10)
+    found = page.frames.at(done.t)
+    assert found is not None
+    t, state = found[0], json.loads(found[1])
+    until = page_of(e for e in events if e.t <= t)
+    assert BEGIN_S < t <= done.t
+    assert state["peers"] == until.peers()
+    assert state["head"]["step"] == until.sections()["head"]["step"]
+
+
+HEALTH: list[tuple[str, Callable[[RunView], object], dict[str, Any]]] = [
+    ("waiting", lambda v: v.fold(ev.Waiting(missing=["stage 1 has no peer"])), {}),
+    ("starting", lambda v: None, {}),
+    ("measuring", lambda v: v.fold(ev.ProbeProgress(done=0, total=2, what="links")), {}),
+    ("training", lambda v: run(v, 5), {}),
+    ("dead", lambda v: run(v, 5), {"live": False}),
+    ("done", lambda v: run(v, 20), {}),
+    ("stopped", lambda v: (run(v, 5), v.fold(ev.RunFinished(steps=5, seconds=1, reason="time limit"))), {}),
+    ("slow", lambda v: run(v, 5), {"usual": 1e9}),
+    ("diverging", lambda v: run(v, 5), {"skipped": 4}),
+    ("lost", lambda v: (run(v, 5), [v.ended(n, "") for n in ("virginia-1", "frankfurt-3")]), {}),
+    ("failed", lambda v: v.fold(ev.Note(level="error", message="no memory", peer="a")), {"live": False}),
+]
+
+
+def run(view: RunView, steps: int) -> None:
+    for event in played(peers=4, stages=2, steps=steps, planned=20):
+        view.fold(event)
+
+
+@pytest.mark.parametrize(("word", "happen", "more"), HEALTH)
+def test_health_is_one_word_and_a_remedy(word: str, happen: Callable[[RunView], object], more: dict[str, Any]) -> None:
+    view = RunView()
+    happen(view)
+    facts = Facts("runs/x", True, math.nan, 0, True)._replace(**more)
+    found = health(view, view.pace.end_s, facts)
+    assert found.word == word
+    assert found.why
+    assert found.remedy or word == "training"
+
+
+def test_a_run_that_stands_still_is_stalled() -> None:
+    view = RunView()
+    run(view, 10)
+    found = health(view, view.pace.end_s + 300, Facts("", True, 13_000.0, 0, False))
+    assert (found.word, found.tone) == ("stalled", "warn")
+
+
+# Events from files -----------------------------------------------------------------------------------------------------
+
+
+def test_lines_of_this_machine_read_as_all_lines_do(tmp_path: Path) -> None:
+    events = [*played(peers=3, stages=2, steps=4, losses=1), ev.StepDone(1, math.nan, math.inf, 0.1, 3, 1.0, "l")]
+    for event in events:
+        line = event.to_json().encode()
+        assert repr(parse_own(line)) == repr(parse(line))
+    with pytest.raises(ev.EventError):
+        parse_own(b'{"kind": "nothing"}')
+    with pytest.raises(ev.EventError):
+        parse_own(b'{"kind": "waiting", "t": 1.0, "peer": "", "missing": [], "more": 1}')
+    folder = written(events, tmp_path / "run")
+    assert len(EventTail(folder, own=True).poll()) == len(events)
+    assert not any(isinstance(e, ev.StepDone) for e in EventTail(folder, own=True, skip=(ev.StepDone,)).poll())
+
+
+def test_a_folder_is_followed(tmp_path: Path) -> None:
+    events = [*played(peers=2, stages=1, steps=6, planned=9)]
+    folder = written(events[:-4], tmp_path / "run")
+    source = FolderSource(folder, lambda: True)
+    source.look()
+    before = source.page.sections()["head"]["step"]
+    for event in events[-4:]:
+        with (folder / f"{event.peer}.jsonl").open("a") as file:
+            file.write(event.to_json() + "\nnot an event\n")
+    source.look()
+    assert source.page.sections()["head"]["step"] == 6 > before
+    assert config_in(folder) == {"train.steps": "1"}
+
+
+def test_a_day_of_events_is_read_in_two_seconds(tmp_path: Path) -> None:
+    """24 hours of eight peers with a step each ten seconds: about 75,000 events."""
+    folder = written(played(8, 4, 8640, losses=40, checkpoint=200), tmp_path / "day")
+    source = FolderSource(folder, lambda: False)
+    best = math.inf
+    for _ in range(3):  # other tests may run beside this one
+        source = FolderSource(folder, lambda: False)
+        source.page.loading = True
+        begun = time.process_time()
+        source.look()
+        best = min(best, time.process_time() - begun)
+    assert source.page.sections()["head"]["step"] == 8640
+    assert best < 2.0 * 1.5, "seconds of CPU; benchmarks/dashboard has the figure of a free machine"
+
+
+def test_announcements_become_events() -> None:
+    def member(name: str, step: int, age_s: float = 1.0, down: tuple[Down, ...] = ()) -> Announced:
+        about = {"stage": 0, "stages": 1, "trainer": True, "steps": 9, "loss": 2.0, "tokens_per_s": 100.0, "down": down}
+        return Announced(id=f"id-{name}", age_s=age_s, name=name, step=step, **about)
+
+    told, page = Announcements(), RunPage("r")
+    looks = [
+        ([], [], ("a peer for stage 0",)),
+        ([member("a", 1), member("b", 1)], [], ()),
+        ([member("a", 3), member("b", 1, 99.0)], [], ()),
+        ([member("a", 5)], [], ()),
+    ]
+    for k, look in enumerate(looks):
+        for event in told.events(look, 1000.0 + 10 * k):
+            page(event)
+    assert {p["name"]: p["state"] for p in page.peers().values()} == {"a": "ready", "b": "gone"}
+    assert page.sections()["head"]["step"] == 5
+    assert page.curve.points[-1].row()[4] == pytest.approx(100.0)
+
+
+# The server -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def board() -> Iterator[Dashboard]:
+    board = Dashboard(0)
+    board.pages.append(page_of(played(peers=4, stages=2, steps=5, planned=9)))
+    with board:
+        yield board
+
+
+def ask(board: Dashboard, path: str, method: str = "GET", body: str = "", **headers: str) -> tuple[int, Any, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", board.gate.port, timeout=5)
+    try:
+        connection.request(method, path, body=body or None, headers={k.replace("_", "-"): v for k, v in headers.items()})
+        answer = connection.getresponse()
+        data = answer.read()
+        text = gzip.decompress(data) if answer.getheader("Content-Encoding") == "gzip" else data
+        return answer.status, answer, text.decode()
+    finally:
+        connection.close()
+
+
+def test_pages_are_served_with_strict_headers(board: Dashboard) -> None:
+    status, answer, text = ask(board, "/")
+    assert (status, "<script>" in text, "style=" in text) == (200, False, False)
+    assert "default-src 'none'" in str(answer.getheader("Content-Security-Policy"))
+    assert "http" not in str(answer.getheader("Content-Security-Policy"))
+    status, answer, text = ask(board, "/api/state", Accept_Encoding="gzip")
+    assert (status, answer.getheader("Content-Encoding")) == (200, "gzip")
+    assert json.loads(text)["steers"] is False
+    assert ask(board, "/static/../server.py")[0] == 404
+
+
+def test_the_link_with_the_token_sets_a_cookie_once(board: Dashboard) -> None:
+    status, answer, _ = ask(board, board.url.partition(str(board.gate.port))[2])
+    cookie = str(answer.getheader("Set-Cookie")).partition(";")[0]
+    assert (status, answer.getheader("Location")) == (303, "/")
+    assert json.loads(ask(board, "/api/state", Cookie=cookie)[2])["steers"] is True
+    assert ask(board, "/?token=wrong")[0] == 403
+
+
+@pytest.mark.parametrize(("name", "code"), [("evil.example", 421), ("127.0.0.1:1", 200), ("localhost", 200), ("10.0.0.1", 421)])
+def test_a_name_that_was_bent_to_this_machine_is_refused(board: Dashboard, name: str, code: int) -> None:
+    assert ask(board, "/api/state", Host=name)[0] == code
+
+
+def test_elsewhere_everything_needs_the_token() -> None:
+    with Dashboard(0, "0.0.0.0") as board:
+        assert ask(board, "/")[0] == 403
+        assert ask(board, "/api/state")[0] == 403
+        assert ask(board, "/?token=x")[0] == 403
+        cookie = f"{board.gate.cookie}={board.gate.token}"
+        assert ask(board, "/api/state", Cookie=cookie)[0] == 200
+        assert ask(board, "/api/state", Cookie=cookie[:-1])[0] == 403
+
+
+def test_commands_need_token_header_and_origin(board: Dashboard) -> None:
+    own = {"Origin": f"http://127.0.0.1:{board.gate.port}", "X_Muletrain": "1", "Cookie": f"{board.gate.cookie}={board.gate.token}"}
+    body = '{"run": 0, "action": "stop"}'
+    for missing in own:
+        assert ask(board, "/api/act", "POST", body, **{k: v for k, v in own.items() if k != missing})[0] == 403
+    assert ask(board, "/api/act", "POST", body, **{**own, "Origin": "http://evil.example"})[0] == 403
+    assert ask(board, "/api/act", **own)[0] == 405
+    status, _, text = ask(board, "/api/act", "POST", body, **own)
+    assert (status, json.loads(text)["ok"]) == (200, False), "this run has no owner's key here"
+
+
+def test_only_stop_and_kick_of_an_id_are_passed_on(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "x"
+    folder.mkdir(parents=True)
+    for action, peer in (("start", ""), ("kick", ""), ("kick", "--help"), ("kick", "a b; rm"), ("stop", "")):
+        assert not asyncio.run(steer(folder, action, peer)).ok
+
+
+def test_tokens_are_compared_as_a_whole() -> None:
+    gate = Gatekeeper("0.0.0.0")
+    assert not any(map(gate.has_token, (None, "", gate.token[:-1], gate.token + "x", "é")))
+    assert gate.has_token(gate.token)
+
+
+def test_a_port_in_use_and_a_missing_extra_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(MuletrainError, match="another program uses port"):
+        Dashboard(taken.getsockname()[1]).__enter__()
+    with Dashboard() as one, Dashboard() as two:
+        assert PORT <= one.gate.port != two.gate.port
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(MuletrainError, match=r"pip install 'muletrain\[dashboard\]'"):
+        Dashboard()
+
+
+def lines_of(board: Dashboard, after: str, seconds: float, **headers: str) -> list[str]:
+    """Lines of the stream of events until nothing comes for so long."""
+    connection = http.client.HTTPConnection("127.0.0.1", board.gate.port, timeout=seconds)
+    connection.request("GET", f"/api/events?after={after}", headers={k.replace("_", "-"): v for k, v in headers.items()})
+    answer, found = connection.getresponse(), list[str]()
+    try:
+        while line := answer.readline():
+            found.append(line.decode().rstrip())
+    except TimeoutError:
+        pass
+    finally:
+        connection.close()
+    return [line for line in found if line]
+
+
+def test_a_viewer_gets_changes_and_goes_on_after_a_break(board: Dashboard) -> None:
+    page = board.pages[0]
+    state = json.loads(ask(board, "/api/state")[2])
+    timer = threading.Timer(0.3, page, [ev.Note(level="warning", message="<b>one</b>", t=BEGIN_S + 99)])
+    timer.start()
+    lines = lines_of(board, state["id"], 1.5)
+    timer.join()
+    changes = [json.loads(line[6:])["runs"]["0"] for line in lines if line.startswith("data: ")]
+    assert [m["text"] for c in changes for m in c.get("marks", [])] == ["<b>one</b>"]
+    last = next(line[4:] for line in reversed(lines) if line.startswith("id: "))
+    page(ev.Note(level="warning", message="two", t=BEGIN_S + 100))
+    again = lines_of(board, state["id"], 0.8, Last_Event_ID=last)
+    found = [json.loads(line[6:])["runs"]["0"] for line in again if line.startswith("data: ")]
+    assert [m["text"] for c in found for m in c.get("marks", [])] == ["two"]
+    assert "event: reset" in lines_of(board, "other-7", 0.5)
+
+
+def test_a_slow_viewer_is_dropped_and_others_stay() -> None:
+    page = page_of(played(peers=2, stages=1, steps=2))
+
+    async def watch() -> tuple[int, int]:
+        publisher = Publisher([page])
+        publisher.look()
+        slow, quick = (publisher.stream(f"{publisher.boot}-{publisher.number}") for _ in range(2))
+        await anext(slow), await anext(quick)
+        for k in range(QUEUE + 3):
+            page(ev.Note(level="info", message=str(k), t=k))
+            publisher.look()
+            await anext(quick)
+        left = [chunk async for chunk in slow]
+        await quick.aclose()
+        return len(left), len(publisher._viewers)
+
+    left, viewers = asyncio.run(watch())
+    assert left < QUEUE
+    assert viewers == 0
+
+
+def test_viewers_are_bounded() -> None:
+    async def fill() -> str:
+        publisher = Publisher([RunPage("x")])
+        publisher.look()
+        streams = [publisher.stream(f"{publisher.boot}-{publisher.number}") for _ in range(VIEWERS + 1)]
+        firsts = [await anext(stream) for stream in streams]
+        for stream in streams:
+            await stream.aclose()
+        return firsts[-1]
+
+    assert "event: full" in asyncio.run(fill())
+
+
+def test_without_viewers_nothing_is_serialised(board: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(board.pages[0], "sections", lambda: calls.append(1))
+    for k in range(50):
+        board.pages[0](ev.Note(level="info", message=str(k), t=k))
+    time.sleep(1.0)
+    assert not calls
