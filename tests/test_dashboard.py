@@ -108,7 +108,11 @@ def test_a_resumed_run_goes_on_in_the_same_curve() -> None:
     assert page.sections()["health"]["word"] == "stopped"
     again = [e for e in played(peers=2, stages=1, steps=8, planned=12) if getattr(e, "step", 9) > 4]
     for event in again:
-        page(replace(event, first_step=4, t=event.t + 99) if isinstance(event, ev.RunStarted) else replace(event, t=event.t + 99))
+        page(
+            replace(event, first_step=4, t=event.t + 99)
+            if isinstance(event, ev.RunStarted)
+            else replace(event, t=event.t + 99)
+        )
     assert [p.step for p in page.curve.points] == [*range(1, 9)]
     assert page.sections()["head"]["tokens"] == 8 * 64 * 2048
     assert page.sections()["health"]["word"] != "stopped"
@@ -116,7 +120,19 @@ def test_a_resumed_run_goes_on_in_the_same_curve() -> None:
 
 def test_numbers_that_json_cannot_say_are_left_out() -> None:
     page = page_of(played(peers=2, stages=1, steps=3))
-    page(ev.StepDone(t=BEGIN_S + 99, peer="x", step=4, loss=math.nan, grad_norm=math.nan, lr=0.1, tokens=5, duration_s=1, lineage="q"))
+    page(
+        ev.StepDone(
+            t=BEGIN_S + 99,
+            peer="x",
+            step=4,
+            loss=math.nan,
+            grad_norm=math.nan,
+            lr=0.1,
+            tokens=5,
+            duration_s=1,
+            lineage="q",
+        )
+    )
     text = Publisher([page]).full()
     assert json.loads(text, parse_constant=lambda name: pytest.fail(name))["runs"][0]["curve"]["rows"][-1][3] is None
 
@@ -267,7 +283,9 @@ def board() -> Iterator[Dashboard]:
 def ask(board: Dashboard, path: str, method: str = "GET", body: str = "", **headers: str) -> tuple[int, Any, str]:
     connection = http.client.HTTPConnection("127.0.0.1", board.gate.port, timeout=5)
     try:
-        connection.request(method, path, body=body or None, headers={k.replace("_", "-"): v for k, v in headers.items()})
+        connection.request(
+            method, path, body=body or None, headers={k.replace("_", "-"): v for k, v in headers.items()}
+        )
         answer = connection.getresponse()
         data = answer.read()
         text = gzip.decompress(data) if answer.getheader("Content-Encoding") == "gzip" else data
@@ -295,7 +313,9 @@ def test_the_link_with_the_token_sets_a_cookie_once(board: Dashboard) -> None:
     assert ask(board, "/?token=wrong")[0] == 403
 
 
-@pytest.mark.parametrize(("name", "code"), [("evil.example", 421), ("127.0.0.1:1", 200), ("localhost", 200), ("10.0.0.1", 421)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("evil.example", 421), ("127.0.0.1:1", 200), ("localhost", 200), ("10.0.0.1", 421)]
+)
 def test_a_name_that_was_bent_to_this_machine_is_refused(board: Dashboard, name: str, code: int) -> None:
     assert ask(board, "/api/state", Host=name)[0] == code
 
@@ -311,7 +331,11 @@ def test_elsewhere_everything_needs_the_token() -> None:
 
 
 def test_commands_need_token_header_and_origin(board: Dashboard) -> None:
-    own = {"Origin": f"http://127.0.0.1:{board.gate.port}", "X_Muletrain": "1", "Cookie": f"{board.gate.cookie}={board.gate.token}"}
+    own = {
+        "Origin": f"http://127.0.0.1:{board.gate.port}",
+        "X_Muletrain": "1",
+        "Cookie": f"{board.gate.cookie}={board.gate.token}",
+    }
     body = '{"run": 0, "action": "stop"}'
     for missing in own:
         assert ask(board, "/api/act", "POST", body, **{k: v for k, v in own.items() if k != missing})[0] == 403
@@ -335,7 +359,10 @@ def test_tokens_are_compared_as_a_whole() -> None:
 
 
 def test_a_port_in_use_and_a_missing_extra_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(MuletrainError, match="another program uses port"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(MuletrainError, match="another program uses port"),
+    ):
         Dashboard(taken.getsockname()[1]).__enter__()
     with Dashboard() as one, Dashboard() as two:
         assert PORT <= one.gate.port != two.gate.port
@@ -347,7 +374,9 @@ def test_a_port_in_use_and_a_missing_extra_say_what_to_do(monkeypatch: pytest.Mo
 def lines_of(board: Dashboard, after: str, seconds: float, **headers: str) -> list[str]:
     """Lines of the stream of events until nothing comes for so long."""
     connection = http.client.HTTPConnection("127.0.0.1", board.gate.port, timeout=seconds)
-    connection.request("GET", f"/api/events?after={after}", headers={k.replace("_", "-"): v for k, v in headers.items()})
+    connection.request(
+        "GET", f"/api/events?after={after}", headers={k.replace("_", "-"): v for k, v in headers.items()}
+    )
     answer, found = connection.getresponse(), list[str]()
     try:
         while line := answer.readline():

@@ -124,7 +124,9 @@ def _troubled(view: RunView, now: float, facts: Facts) -> Health | None:
     stands = view.step and math.isnan(left) and waited_s > 5.0 and len(view.peers) and speed < SLOW * facts.usual
     if stands:
         why = f"no step for {format_duration(waited_s)}{f'; no answer from {silent}' if silent else ''}"
-        return Health("stalled", "warn", why, "The run repeats the step by itself. If it lasts, look at the peers below.")
+        return Health(
+            "stalled", "warn", why, "The run repeats the step by itself. If it lasts, look at the peers below."
+        )
     if speed < SLOW * facts.usual:
         why = f"{speed:,.0f} tokens/s, usually {facts.usual:,.0f}"
         cause = f"No answer from {silent}." if silent else slowest(view)

@@ -282,9 +282,7 @@ class RunPage:
             "head": self._head(now),
             "health": health(view, now, facts)._asdict(),
             "stages": self._stages(),
-            "links": [
-                {"from": a, "to": b, "bytes": kinds} for (a, b), kinds in sorted(self._links.items())[:400]
-            ],
+            "links": [{"from": a, "to": b, "bytes": kinds} for (a, b), kinds in sorted(self._links.items())[:400]],
             "clients": self._clients(),
         }
         if not past:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import socket
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from muletrain.dashboard.gatekeeper import HEADERS, LOOPBACK, Gatekeeper
+from muletrain.dashboard.gatekeeper import LOOPBACK, Gatekeeper
 from muletrain.dashboard.publisher import Publisher
-from muletrain.dashboard.steering import steer
 from muletrain.errors import MuletrainError
 
 if TYPE_CHECKING:
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'muletrain[dashboard]'"
 PORT, TRIES = 8265, 32
 """The usual port, and how many further ones are tried if it is in use."""
-STATIC = Path(__file__).parent / "static"
 START_S, END_S = 10.0, 3.0
 """Longest wait for the server's start and end [s]."""
 
@@ -50,10 +46,12 @@ class Dashboard:
         """Raises MuletrainError if the port cannot be had."""
         import uvicorn
 
+        from muletrain.dashboard.site import Site
+
         listening = _bound(self.gate.host, self._wanted)
         self.gate.port = listening.getsockname()[1]
         config = uvicorn.Config(
-            application(self),
+            Site(self.gate, self.publisher),
             log_config=None,
             log_level="critical",
             access_log=False,
@@ -109,97 +107,3 @@ def _bound(host: str, port: int | None) -> socket.socket:
     raise MuletrainError(
         f"--dashboard: another program uses port {port} of {host}; choose another one, or leave the port out: the next free one is taken"
     )
-
-
-def application(board: Dashboard) -> Any:
-    """The ASGI application."""
-    from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
-    from starlette.middleware import Middleware
-    from starlette.middleware.gzip import GZipMiddleware
-    from starlette.requests import Request
-    from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
-    from starlette.routing import Mount, Route
-    from starlette.staticfiles import StaticFiles
-
-    gate, publisher = board.gate, board.publisher
-
-    async def home(request: Request) -> Response:
-        if (given := request.query_params.get("token")) is not None:
-            if not gate.has_token(given):
-                return PlainTextResponse("wrong token: open the link that the command printed\n", 403)
-            answer = RedirectResponse("/", 303)
-            answer.set_cookie(gate.cookie, gate.token, httponly=True, samesite="strict", max_age=30 * 86400)
-            return answer
-        return FileResponse(STATIC / "index.html")
-
-    async def state(request: Request) -> Response:
-        text = publisher.full()
-        steers = gate.has_token(request.cookies.get(gate.cookie))
-        return Response(f'{{"steers":{json.dumps(steers)},{text[1:]}', media_type="application/json")
-
-    async def stream(request: Request) -> Response:
-        after = request.headers.get("last-event-id") or request.query_params.get("after", "")
-        return StreamingResponse(publisher.stream(after), media_type="text/event-stream")
-
-    async def past(request: Request) -> Response:
-        try:
-            page, t = board.pages[int(request.query_params["run"])], float(request.query_params["t"])
-        except (KeyError, ValueError, IndexError):
-            return JSONResponse({"error": "no such run"}, 404)
-        found = await run_in_threadpool(page.frames.at, t, after="after" in request.query_params)
-        if found is None:
-            return JSONResponse({"error": "no earlier state"}, 404)
-        return Response(f'{{"t":{found[0]},"state":{found[1].decode()}}}', media_type="application/json")
-
-    async def act(request: Request) -> Response:
-        if not gate.may_steer(request.cookies.get(gate.cookie), request.headers):
-            return JSONResponse({"ok": False, "text": "open the link that the command printed: it has the token"}, 403)
-        try:
-            asked = json.loads((await request.body())[:4096])
-            page = board.pages[int(asked["run"])]
-            done = await steer(Path(page.folder), str(asked["action"]), str(asked.get("peer", "")))
-        except (ValueError, KeyError, IndexError, TypeError):
-            return JSONResponse({"ok": False, "text": "no such run"}, 400)
-        return JSONResponse(done._asdict())
-
-    routes = [
-        Route("/", home),
-        Route("/api/state", state),
-        Route("/api/events", stream),
-        Route("/api/at", past),
-        Route("/api/act", act, methods=["POST"]),
-        Mount("/static", StaticFiles(directory=STATIC)),
-    ]
-    app = Starlette(routes=routes, middleware=[Middleware(GZipMiddleware, minimum_size=1000, compresslevel=5)])
-    return _guarded(app, gate)
-
-
-def _guarded(app: Any, gate: Gatekeeper) -> Any:
-    """``app`` behind the gatekeeper; every answer gets our headers."""
-    from starlette.datastructures import MutableHeaders
-    from starlette.requests import Request
-    from starlette.responses import PlainTextResponse
-
-    def refusal(request: Request) -> Any:
-        if not gate.knows_host(request.headers.get("host", "")):
-            return PlainTextResponse("not a name of this machine: use its address\n", 421)
-        if request.url.path != "/" or "token" not in request.query_params:
-            if not gate.may_look(request.cookies.get(gate.cookie)):
-                return PlainTextResponse("no token: open the link that the command printed\n", 403)
-        return None
-
-    async def guarded(scope: Any, receive: Any, send: Any) -> None:
-        async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers[name] = value
-            await send(message)
-
-        if scope["type"] != "http":
-            return
-        answer = refusal(Request(scope)) or app
-        await answer(scope, receive, with_headers)
-
-    return guarded

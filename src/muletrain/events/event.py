@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -16,6 +15,7 @@ from muletrain.errors import MuletrainError
 
 KINDS: dict[str, type[Event]] = {}
 _ADAPTERS: dict[str, TypeAdapter[Event]] = {}
+_SHAPES: dict[str, tuple[set[str], tuple[str, ...]]] = {}
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 # JSON has no NaN: a diverged loss is written as the text "NaN"
@@ -97,7 +97,7 @@ def parse_own(line: bytes) -> Event:
     try:
         fields = json.loads(line.decode())
         cls = KINDS[fields.pop("kind")]
-        known, numbers = _shape(cls)
+        known, numbers = _SHAPES.get(cls.kind) or _shape(cls)
         for name in numbers:
             if type(value := fields.get(name)) is str:
                 fields[name] = _NON_FINITE[value]
@@ -110,11 +110,11 @@ def parse_own(line: bytes) -> Event:
         return parse(line)  # says what is wrong
 
 
-@functools.cache
 def _shape(cls: type[Event]) -> tuple[set[str], tuple[str, ...]]:
     """Names of all fields, and of those of the type Number."""
     fields = dataclasses.fields(cls)
-    return {f.name for f in fields}, tuple(f.name for f in fields if str(f.type).startswith("Number"))
+    numbers = tuple(f.name for f in fields if str(f.type).startswith("Number"))
+    return _SHAPES.setdefault(cls.kind, ({f.name for f in fields}, numbers))
 
 
 def _adapter(cls: type[Event]) -> TypeAdapter[Event]:

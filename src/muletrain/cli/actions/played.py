@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muletrain import events as ev
@@ -17,6 +16,7 @@ from muletrain.sim.fleet.simulation import simulate_fleet, weather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 
 class Play:

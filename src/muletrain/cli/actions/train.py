@@ -16,9 +16,9 @@ from muletrain.cli.actions.planned import check_many, clients_of, indices_of, na
 from muletrain.cli.show.console import JsonConsole, LiveConsole, make_console
 from muletrain.cli.show.final_report import final_report, improvement
 from muletrain.config.trusted import trusted
+from muletrain.dashboard.sources import follow_session
 from muletrain.data.corpus import Corpus, absolute
 from muletrain.data.files import EveryColumn
-from muletrain.dashboard.sources import follow_session
 from muletrain.errors import CheckpointError, ConfigError, DataError, MuletrainError
 from muletrain.events import EventTail
 from muletrain.model.hf_files import check_folder

@@ -16,13 +16,12 @@ Runs = Annotated[
     ),
 ]
 Port = Annotated[
-    int | None, typer.Option(min=0, max=65535, help="TCP port; 0 takes any free one. Default: 8265 or the next free one.")
+    int | None,
+    typer.Option(min=0, max=65535, help="TCP port; 0 takes any free one. Default: 8265 or the next free one."),
 ]
 Simulated = Annotated[
     Path | None,
-    typer.Option(
-        "--sim", metavar="FLEET.toml", help="Play this fleet message by message, and show the simulated run."
-    ),
+    typer.Option("--sim", metavar="FLEET.toml", help="Play this fleet message by message, and show the simulated run."),
 ]
 Overrides = Annotated[
     list[str] | None,

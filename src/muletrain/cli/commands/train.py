@@ -48,12 +48,20 @@ def run(
 
     With --plan, there is one process for each machine of the plan. Ctrl-C writes a checkpoint and ends the run; a
     second Ctrl-C ends it at once."""
-    from muletrain.cli.actions.opening import Wanted
     from muletrain.cli.actions.dashboard import board_of
+    from muletrain.cli.actions.opening import Wanted
     from muletrain.cli.actions.train import run_local
 
     wanted = Wanted(config, overrides or [], resume, plan, strategy)
-    run_local(wanted, json=json, chaos=chaos, seed=seed, trace=trace, metrics=metrics, board=board_of(dashboard, dashboard_host))
+    run_local(
+        wanted,
+        json=json,
+        chaos=chaos,
+        seed=seed,
+        trace=trace,
+        metrics=metrics,
+        board=board_of(dashboard, dashboard_host),
+    )
 
 
 Probe = Annotated[
@@ -96,15 +104,23 @@ def start(
 
     Prints a ticket for 'muletrain join', waits until every stage has a peer, then trains and collects checkpoints.
     Ctrl-C writes a checkpoint and ends the run."""
-    from muletrain.cli.actions.opening import Wanted
     from muletrain.cli.actions.dashboard import board_of
+    from muletrain.cli.actions.opening import Wanted
     from muletrain.cli.actions.train import start_run
     from muletrain.runs.own_peers import Listening
 
     overrides = [*(overrides or []), *(["data.share=true"] if share_data else [])]
     listening = Listening(listen, port, tuple(announce or ()))
     wanted = Wanted(config, overrides, resume, plan, strategy)
-    start_run(wanted, listening=listening, json=json, name=name, probe=probe, metrics=metrics, board=board_of(dashboard, dashboard_host))
+    start_run(
+        wanted,
+        listening=listening,
+        json=json,
+        name=name,
+        probe=probe,
+        metrics=metrics,
+        board=board_of(dashboard, dashboard_host),
+    )
 
 
 Ticket = Annotated[

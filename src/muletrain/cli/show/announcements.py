@@ -75,12 +75,23 @@ class Announcements:
 def _started(at: Announced, peers: int) -> ev.RunStarted:
     unknown = {"run_id": "", "config_digest": "", "microbatches": 0, "tokens_per_step": 0}
     return ev.RunStarted(
-        versions={}, steps=at.steps, stages=at.stages, peers=peers, first_step=at.step, **unknown  # type: ignore[arg-type]
+        versions={},
+        steps=at.steps,
+        stages=at.stages,
+        peers=peers,
+        first_step=at.step,
+        **unknown,  # type: ignore[arg-type]
     )
 
 
 def _joined(p: Announced) -> ev.PeerJoined:
     about = {"device": "", "precision": "", "params": 0, "threads": 0}
     return ev.PeerJoined(
-        peer_id=p.id, name=p.name, peer=p.id, stage=p.stage, trainer=p.trainer, swapped=p.parts or 0, **about  # type: ignore[arg-type]
+        peer_id=p.id,
+        name=p.name,
+        peer=p.id,
+        stage=p.stage,
+        trainer=p.trainer,
+        swapped=p.parts or 0,
+        **about,  # type: ignore[arg-type]
     )
