@@ -302,8 +302,8 @@ class RunPage:
             keys = ("run_id", "steps", "stages", "params", "microbatches", "tokens_per_step", "first_step")
             about |= {key: getattr(started, key) for key in keys}
         if prepared is not None:
-            keys = ("data", "model", "strategy", "optimizer", "lr", "precision", "batch", "context", "epochs")
-            about |= {f"of_{key}": getattr(prepared, key) for key in keys}
+            told = ("data", "model", "strategy", "optimizer", "lr", "precision", "batch", "context", "epochs")
+            about |= {f"of_{key}": getattr(prepared, key) for key in told}
         return about
 
     def _head(self, now: float) -> dict[str, Any]:

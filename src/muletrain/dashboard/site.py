@@ -73,7 +73,8 @@ class Site:
         return None
 
     def _cookie(self, request: Request) -> str | None:
-        return request.cookies.get(self._gate.cookie)
+        found: str | None = request.cookies.get(self._gate.cookie)
+        return found
 
     async def _home(self, request: Request) -> Response:
         given = request.query_params.get("token")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import threading
 from typing import TYPE_CHECKING
 
@@ -76,11 +78,13 @@ class Play:
         if isinstance(event, ev.MicrobatchTaken) and event.peer not in self._known:
             self._known.add(event.peer)
             self.page(self._joined(event.peer, event.stage, event.t))
+        if isinstance(event, ev.StepDone):  # counts microbatches, and learns nothing
+            event = dataclasses.replace(event, loss=math.nan, tokens=round(event.tokens * self._scene.cost.tokens))
         if not isinstance(event, ev.SlotWorked):
             self.page(event)
 
     def _joined(self, name: str, stage: int, t: float) -> ev.PeerJoined:
         kind = next((k for k in self._scene.kinds if name.rpartition("-")[0] == k.name), None)
         device = "" if kind is None else f"{kind.device}, {kind.region}"
-        about = {"precision": self._run.compute.precision.value, "trainer": False, "params": 0, "threads": 0}
+        about = {"precision": "", "trainer": False, "params": 0, "threads": 0}
         return ev.PeerJoined(peer_id=name, name=name, stage=stage, device=device, t=t, peer=name, **about)  # type: ignore[arg-type]

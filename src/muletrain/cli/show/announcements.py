@@ -67,9 +67,15 @@ class Announcements:
     def _done(self, at: Announced, now: float) -> ev.StepDone:
         seconds, steps = now - self._step_s, at.step - self._step
         tokens = round((at.tokens_per_s or 0.0) * seconds / steps)
-        loss = float("nan") if at.loss is None else at.loss
-        each = {"grad_norm": 0.0, "lr": float("nan"), "duration_s": seconds / steps}
-        return ev.StepDone(step=at.step, loss=loss, tokens=tokens, lineage=f"{at.step}@{now}", **each)
+        return ev.StepDone(
+            step=at.step,
+            loss=float("nan") if at.loss is None else at.loss,
+            grad_norm=0.0,
+            lr=float("nan"),
+            tokens=tokens,
+            duration_s=seconds / steps,
+            lineage=f"{at.step}@{now}",
+        )
 
 
 def _started(at: Announced, peers: int) -> ev.RunStarted:

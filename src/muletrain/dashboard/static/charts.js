@@ -1,6 +1,6 @@
 // Loss and speed, drawn by uPlot.
 
-import { $, clock, count, duration, el, int, loss } from "./dom.js";
+import { $, count, duration, el, fill, int, loss } from "./dom.js";
 
 const AXES = { step: "Steps", time: "Time", tokens: "Tokens" };
 const RUNS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
@@ -48,6 +48,15 @@ export function draw(runs) {
   ];
   const now = [axis, runs.map((r) => r.k), document.documentElement.dataset.theme, charts.map((c) => $(c.id).clientWidth)].join();
   for (const chart of charts) {
+    const nothing = runs.every(({ run }) => run.curve.every((row) => row[chart.column] === null));
+    if (nothing) {
+      plots[chart.id]?.plot.destroy();
+      delete plots[chart.id];
+      const steps = runs.some(({ run }) => run.curve.length);
+      fill($(chart.id), [chart.title, steps], () => [el("h3", {}, chart.title), el("p", { class: "empty" }, steps ? "No figures: a simulated run learns nothing." : "The curve begins with the first step.")]);
+      continue;
+    }
+    fill($(chart.id), [chart.title, "drawn"], () => null);
     const data = tables(chart, runs);
     if (now !== key || !plots[chart.id]) build(chart, runs, data);
     else if (plots[chart.id].stamp !== stamp(data)) plots[chart.id].plot.setData(data);

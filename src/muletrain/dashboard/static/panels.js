@@ -21,13 +21,13 @@ export function drawTiles(run) {
   const held = run.heldout.at(-1), working = run.clients.filter((c) => c.state === "working").length;
   const ended = peers.length && peers.every((p) => p.state === "finished" || p.state === "gone");
   const tiles = [
-    ["step", h.steps ? `${int(h.step)}` : "–", h.steps ? `of ${int(h.steps)}` : "", h.steps ? h.step / h.steps : null],
+    ["step", h.steps ? `${int(h.step)}` : "–", h.steps ? `of ${int(h.steps)}` : "not begun", h.steps ? h.step / h.steps : null],
     ["loss", loss(h.loss), "nats/token"],
     ["held-out loss", held ? loss(held[2]) : "–", held ? `after step ${int(held[0])}` : "not measured yet"],
     ["throughput", count(h.tokens_per_s), "tokens/s"],
     ["trained", count(h.tokens), "tokens"],
-    h.left_s !== null && h.left_s !== undefined && h.step < h.steps ? ["time left", duration(h.left_s), "at this speed"] : ["trained for", duration(h.trained_s), "waits included"],
-    ended ? ["peers", int(peers.length), "took part"] : ["peers", int(answering), peers.length > answering ? `answer, of ${int(peers.length)}` : "all answer"],
+    h.left_s !== null && h.left_s !== undefined && h.step < h.steps ? ["time left", duration(h.left_s), "at this speed"] : ["trained for", h.step ? duration(h.trained_s) : "–", "waits included"],
+    ended ? ["peers", int(peers.length), "took part"] : ["peers", int(answering), !peers.length ? "none yet" : peers.length > answering ? `answer, of ${int(peers.length)}` : "all answer"],
     run.clients.length ? ["clients", int(working), `at work, of ${int(run.clients.length)}`] : ["sent", bytes(h.sent), "by all peers"],
     ["recomputed", int(h.recomputed), h.skipped ? `microbatches; ${plural(h.skipped, "update")} skipped` : "microbatches"],
   ];

@@ -3,7 +3,8 @@
 import { $, bytes, count, el, fill, int, percent, plural } from "./dom.js";
 import { openPeer } from "./peers.js";
 
-const MANY = 8; // peers of a stage above which they are drawn as dots
+const FEW = 4, MANY = 16; // peers of the largest stage up to which they are drawn as cards, and as lines; more are dots
+const LINES = 60; // links that are drawn, those with the most bytes
 const LABELS = { training: "training", ready: "ready", joining: "joining", silent: "no answer", gone: "gone", finished: "finished" };
 const ORDER = ["training", "ready", "joining", "silent", "gone", "finished"];
 export const label = (peer) => (peer.state === "gone" && peer.why !== "gone" ? peer.why : LABELS[peer.state] ?? peer.state);
@@ -14,17 +15,19 @@ export function drawPipeline(run, k) {
   const of = new Map(stages.map((s) => [s.stage, []]));
   for (const [key, peer] of Object.entries(run.peers)) of.get(peer.stage)?.push({ key, ...peer });
   for (const peers of of.values()) peers.sort((a, b) => ORDER.indexOf(a.state) - ORDER.indexOf(b.state) || a.name.localeCompare(b.name, "en", { numeric: true }));
-  $("pipe-about").textContent = stages.length ? `${plural(Object.keys(run.peers).length, "peer")} in ${plural(stages.length, "stage")}${shaded(of) ? "; a square is a peer, and a darker one has more load" : ""}` : "";
+  $("pipe-about").textContent = stages.length ? `${plural(Object.keys(run.peers).length, "peer")} in ${plural(stages.length, "stage")}` : "";
   if (!stages.length) return void fill(host, "none", () => el("p", { class: "empty" }, "No stage yet. Peers appear here when they have loaded the model."));
-  const shape = stages.map((s) => [s.stage, of.get(s.stage).length > MANY ? "dots" : of.get(s.stage).map((p) => p.key)]);
+  const largest = Math.max(...[...of.values()].map((peers) => peers.length));
+  const form = largest > MANY ? "dots" : largest > FEW ? "lines" : "cards";
+  const shape = [form, stages.map((s) => [s.stage, form === "dots" || of.get(s.stage).map((p) => p.key)])];
+  $("pipe-about").textContent += form === "dots" ? "; a square is a peer, and a strong colour a high load" : "";
   host.classList.toggle("few", stages.length <= 4);
-  fill(host, [k, shape], () => [svg(), ...stages.map((s) => column(s, of.get(s.stage), k))]);
+  fill(host, [k, shape], () => [svg(), ...stages.map((s) => column(s, of.get(s.stage), k, form))]);
   const busiest = Math.max(...stages.map(busy));
-  for (const s of stages) update(s, of.get(s.stage), k, busy(s) === busiest && stages.length > 1 && busiest > 0);
-  drawLinks(host, of, k);
+  for (const s of stages) update(s, of.get(s.stage), k, form, busy(s) === busiest && stages.length > 1 && busiest > 0);
+  if (form !== "dots") drawLinks(host, of, k);
 }
 
-const shaded = (of) => [...of.values()].some((peers) => peers.length > MANY);
 const busy = (s) => {
   const total = s.seconds.reduce((a, b) => a + (b ?? 0), 0);
   return total ? 1 - s.seconds[4] / total : 0;
@@ -39,8 +42,8 @@ function svg() {
   return node;
 }
 
-function column(s, peers, k) {
-  const body = peers.length > MANY ? [el("div", { class: "dots", id: `dots-${s.stage}`, role: "img" }), el("ul", { class: "states", id: `states-${s.stage}` }), el("div", { id: `notable-${s.stage}` })] : peers.map((p) => card(p, k));
+function column(s, peers, k, form) {
+  const body = form === "dots" ? [el("div", { class: "dots", id: `dots-${s.stage}`, role: "img" }), el("ul", { class: "states", id: `states-${s.stage}` }), el("div", { id: `notable-${s.stage}` })] : peers.map((p) => (form === "lines" ? slim(p, k) : card(p, k)));
   return el("section", { class: "stage", "aria-label": `Stage ${s.stage}` },
     el("h3", {}, `Stage ${s.stage}`, el("span", { class: "tag", id: `busiest-${s.stage}`, hidden: true }, "busiest")),
     el("p", { class: "muted small", id: `stage-${s.stage}` }), ...body,
@@ -60,11 +63,19 @@ function card(peer, k) {
   return node;
 }
 
-function update(s, peers, k, busiest) {
+/** A peer as one line, for stages with more than a few. */
+function slim(peer, k) {
+  const node = card(peer, k), { parts } = node;
+  node.classList.add("slim");
+  node.replaceChildren(el("span", { class: "name" }, el("span", { class: "clip" }, peer.name)), el("span", { class: "meter" }, parts.meter), parts.busy, parts.speed, parts.state);
+  return node;
+}
+
+function update(s, peers, k, form, busiest) {
   const about = [s.microbatches_per_s === null ? "" : `${count(s.microbatches_per_s)} microbatches/s`, s.params ? `${count(s.params)} parameters` : ""];
   $(`stage-${s.stage}`).textContent = about.filter(Boolean).join(" · ") || "waiting for the first step";
   $(`busiest-${s.stage}`).hidden = !busiest;
-  if (peers.length > MANY) return dots(s, peers, k);
+  if (form === "dots") return dots(s, peers, k);
   for (const peer of peers) {
     const node = cards.get(`${k}/${peer.key}`);
     if (!node) continue;
@@ -78,9 +89,10 @@ function update(s, peers, k, busiest) {
     parts.meter.style.width = still ? "0" : `${100 * (peer.busy ?? 0)}%`;
     parts.sends.textContent = still ? "–" : `${bytes(peer.send)}/s`;
     parts.wayname.textContent = peer.memory ? "memory" : "parameters";
+    parts.way.parentNode?.toggleAttribute("hidden", !peer.memory && !peer.params);
     parts.way.textContent = peer.memory ? bytes(peer.memory) : peer.params ? count(peer.params) : "–";
     if (peer.under_way) parts.speed.textContent += ` · ${peer.under_way} under way`;
-    node.title = "load: share of the time that the peer did not wait; memory: as its stage needs";
+    node.title = form === "lines" ? `${peer.name}: ${label(peer)}, ${parts.device.textContent}` : "load: share of the time that the peer did not wait; memory: as its stage needs";
   }
 }
 
@@ -107,12 +119,12 @@ function drawLinks(host, of, k) {
   for (const peers of of.values()) for (const p of peers) byName.set(p.name, p);
   const lines = [];
   for (const [stage, peers] of of) {
-    if (peers.length > MANY) continue;
     for (const p of peers) for (const [name, speed] of Object.entries(p.to ?? {})) {
       const q = byName.get(name);
-      if (q && q.stage === stage + 1 && speed && of.get(q.stage).length <= MANY && p.state === "training" && q.state === "training") lines.push([p, q, speed]);
+      if (q && q.stage === stage + 1 && speed && p.state === "training" && q.state === "training") lines.push([p, q, speed]);
     }
   }
+  lines.sort((a, b) => b[2] - a[2]).splice(LINES);
   const box = host.getBoundingClientRect();
   const spot = (node, right) => {
     const r = node.getBoundingClientRect();
@@ -132,7 +144,7 @@ function drawLinks(host, of, k) {
     const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
     path.setAttribute("d", d);
     path.setAttribute("class", kind);
-    path.style.strokeWidth = kind === "wire" ? String(width) : String(width + 2);
+    path.style.strokeWidth = kind === "wire" ? String(width) : String(width + (drawn.length > 24 ? 1 : 2));
     if (kind === "flow") path.style.animationDuration = `${seconds}s`;
     return path;
   })));
