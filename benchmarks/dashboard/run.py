@@ -1,6 +1,6 @@
 """What does the dashboard cost? CPU with and without viewers, the speed of a run beside it, and the time to read a day.
 
-    python benchmarks/dashboard/run.py            # about 12 minutes; --quick: three
+python benchmarks/dashboard/run.py            # about 12 minutes; --quick: three
 """
 
 from __future__ import annotations
