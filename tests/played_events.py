@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
 from typing import TYPE_CHECKING
@@ -133,11 +134,16 @@ def written(events: Iterable[ev.Event], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     lines: dict[str, list[str]] = {}
     for event in events:
-        lines.setdefault(event.peer, []).append(event.to_json())
+        fields = {"kind": event.kind, **vars(event)}  # as ``to_json``, for numbers that are finite
+        lines.setdefault(event.peer, []).append(event.to_json() if _odd(event) else json.dumps(fields))
     for peer, text in lines.items():
         (folder / f"{peer}.jsonl").write_text("\n".join(text) + "\n", encoding="utf-8")
     (folder / "config.toml").write_text("[train]\nsteps = 1\n", encoding="utf-8")
     return folder
+
+
+def _odd(event: ev.Event) -> bool:
+    return any(isinstance(value, float) and not math.isfinite(value) for value in vars(event).values())
 
 
 def later(events: Iterable[ev.Event], seconds: float) -> Iterator[ev.Event]:

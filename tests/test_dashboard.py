@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from muletrain import events as ev
+from muletrain.cli.actions.played import Play
 from muletrain.cli.show.announcements import Announcements
 from muletrain.cli.show.status import Announced, Down
 from muletrain.dashboard import curve as curves
@@ -234,6 +235,7 @@ def test_a_folder_is_followed(tmp_path: Path) -> None:
     assert config_in(folder) == {"train.steps": "1"}
 
 
+@pytest.mark.alone
 def test_a_day_of_events_is_read_in_two_seconds(tmp_path: Path) -> None:
     """24 hours of eight peers with a step each ten seconds: about 75,000 events."""
     folder = written(played(8, 4, 8640, losses=40, checkpoint=200), tmp_path / "day")
@@ -446,3 +448,21 @@ def test_without_viewers_nothing_is_serialised(board: Dashboard, monkeypatch: py
         board.pages[0](ev.Note(level="info", message=str(k), t=k))
     time.sleep(1.0)
     assert not calls
+
+
+def test_a_simulated_run_has_a_page(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(
+        'name = "two"\n[[machines]]\nname = "a"\ncount = 2\nforward_ms = 333\nbackward_ms = 667\n'
+        "[defaults]\nlocal_rtt_ms = 50\n"
+    )
+    small = ("model.width=256", "model.heads=4", "model.context=512", "model.vocab=512", "model.layers=2")
+    play = Play(file, 60 / 3600, [*small, "train.microbatch=1", "train.batch=4", "fleet.stages=2", "checkpoint.every=0"])
+    play.run()
+    sections, peers = play.page.sections(), play.page.peers()
+    assert sections["head"]["step"] > 2
+    assert sections["head"]["tokens"] == sections["head"]["step"] * 4 * 512
+    assert sections["head"]["loss"] is None, "nothing is learned"
+    assert {peer["stage"] for peer in peers.values()} == {0, 1}
+    assert sections["health"]["word"] == "stopped"
+    assert play.page.marks[-1]["text"].endswith("the simulated time is over")

@@ -116,6 +116,7 @@ def test_the_page_shows_what_the_events_say_and_asks_no_other_host(scene: Scene)
     assert scene.errors == []
 
 
+@pytest.mark.alone
 def test_a_peer_that_dies_is_grey_within_two_seconds(scene: Scene) -> None:
     page = scene.open()
     card = page.locator(".card", has_text="tokyo-2")
@@ -325,6 +326,7 @@ def test_a_thousand_peers_are_grouped(browser: Browser) -> None:
         page.wait_for_selector("dialog[open]")
 
 
+@pytest.mark.alone
 def test_a_day_of_events_is_on_the_page_in_two_seconds(browser: Browser, tmp_path: Path) -> None:
     """A page that is opened beside a run of 24 hours; reading the files is measured in ``test_dashboard``."""
     folder = written(played(8, 4, 8640, losses=40, checkpoint=200), tmp_path / "day")

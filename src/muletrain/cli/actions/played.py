@@ -33,7 +33,7 @@ class Play:
             self._scene, self._run = self._asked.scene()
         self._hours = hours
         self._known: set[str] = set()
-        self._now = 0.0
+        self._now, self._steps = 0.0, 0
         self.over = threading.Event()
         """Ends the play."""
         self.page = RunPage(f"{fleet.name} (simulated)", clock=lambda: self._now, config={"fleet": str(path)})
@@ -56,7 +56,7 @@ class Play:
             reason = "the simulated time is over"
         except MuletrainError as e:
             reason = str(e)
-        self.page(ev.RunFinished(steps=0, seconds=self._now, reason=reason, t=self._now, peer="play"))
+        self.page(ev.RunFinished(steps=self._steps, seconds=self._now, reason=reason, t=self._now, peer="play"))
 
     def _begin(self) -> None:
         cost, run = self._scene.cost, self._run
@@ -79,6 +79,7 @@ class Play:
             self._known.add(event.peer)
             self.page(self._joined(event.peer, event.stage, event.t))
         if isinstance(event, ev.StepDone):  # counts microbatches, and learns nothing
+            self._steps = event.step
             event = dataclasses.replace(event, loss=math.nan, tokens=round(event.tokens * self._scene.cost.tokens))
         if not isinstance(event, ev.SlotWorked):
             self.page(event)
