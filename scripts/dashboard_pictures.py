@@ -81,7 +81,7 @@ class Scene:
 
 def sim(*more: str) -> tuple[str, ...]:
     """A fleet of 40 machines in three regions."""
-    sets = ("model.preset=gpt3-125m", "fleet.stages=4", "train.batch=256", *more)
+    sets = ("model.preset=gpt3-125m", "fleet.stages=4", "train.batch=64", *more)
     return ("dashboard", "--sim", "fleet.toml", "--hours", "0.1", *(w for s in sets for w in ("--set", s)))
 
 

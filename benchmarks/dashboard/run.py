@@ -112,8 +112,34 @@ def cpu(peers: int, stages: int, viewers: int, seconds: float) -> float:
     return share
 
 
-def speed(steps: int, *more: str, viewers: int = 0) -> float:
-    """Tokens a second of the default run, its first ten steps aside."""
+def descendants(pid: int) -> list[int]:
+    """A process and all that it started."""
+    parent_of = dict[int, int]()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent_of[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parent_of.items() if parent == one]
+    return found
+
+
+def all_cpu_s(pid: int) -> float:
+    """CPU time of a process and all that it started [s]."""
+    total = 0.0
+    for one in descendants(pid):
+        try:
+            total += cpu_s(one)
+        except OSError:
+            continue
+    return total
+
+
+def speed(steps: int, *more: str, viewers: int = 0) -> dict[str, float]:
+    """Of the default run, its first ten steps aside: tokens a second; CPU of a step, of the command and of all its
+    processes [s]."""
     with tempfile.TemporaryDirectory() as work:
         process = subprocess.Popen(
             [*MULETRAIN, "run", "--json", "--set", "checkpoint.every=0", *more],
@@ -123,7 +149,7 @@ def speed(steps: int, *more: str, viewers: int = 0) -> float:
             text=True,
         )
         assert process.stdout is not None
-        done, over = list[dict[str, Any]](), threading.Event()
+        done, over, own, whole = list[dict[str, Any]](), threading.Event(), 0.0, 0.0
         for line in process.stdout:
             event = json.loads(line)
             if event["kind"] == "step_done":
@@ -131,7 +157,10 @@ def speed(steps: int, *more: str, viewers: int = 0) -> float:
                 if viewers and len(done) == 5:
                     port = more[more.index("--dashboard") + 1]
                     threading.Thread(target=watch, args=(f"http://127.0.0.1:{port}/", over), daemon=True).start()
+                if len(done) == 10:
+                    own, whole = cpu_s(process.pid), all_cpu_s(process.pid)
                 if len(done) >= steps:
+                    own, whole = cpu_s(process.pid) - own, all_cpu_s(process.pid) - whole
                     break
         over.set()
         for _ in range(2):
@@ -139,7 +168,12 @@ def speed(steps: int, *more: str, viewers: int = 0) -> float:
             time.sleep(1.5)
         process.kill() if process.poll() is None else None
         process.wait(30)
-    return sum(e["tokens"] for e in done[10:]) / (done[-1]["t"] - done[9]["t"])
+    count = len(done) - 10
+    return {
+        "tokens_per_s": sum(e["tokens"] for e in done[10:]) / (done[-1]["t"] - done[9]["t"]),
+        "command_cpu_s": own / count,
+        "all_cpu_s": whole / count,
+    }
 
 
 def day() -> dict[str, float]:
@@ -166,26 +200,25 @@ def main() -> None:
     asked = argparse.ArgumentParser()
     asked.add_argument("--quick", action="store_true")
     quick = asked.parse_args().quick
-    seconds, steps, repeats = (10.0, 30, 1) if quick else (30.0, 80, 4)
+    seconds, steps, repeats = (10.0, 30, 1) if quick else (30.0, 60, 3)
     rows = [
         {"peers": peers, "stages": stages, "viewers": viewers, "core": cpu(peers, stages, viewers, seconds)}
         for peers, stages in ((4, 2), (40, 8))
         for viewers in (0, 1, 4)
     ]
     print(*rows, sep="\n", flush=True)
-    speeds: dict[str, list[float]] = {"without": [], "no viewer": [], "one viewer": []}
+    speeds: dict[str, list[dict[str, float]]] = {"without": [], "no viewer": [], "one viewer": []}
     for k in range(repeats):
         port = str(18265 + k)
         speeds["without"].append(speed(steps))
         speeds["no viewer"].append(speed(steps, "--dashboard", port))
         speeds["one viewer"].append(speed(steps, "--dashboard", port, viewers=1))
         print(speeds, flush=True)
-    ratios = {
-        kind: statistics.median(a / b for a, b in zip(speeds[kind], speeds["without"], strict=True))
-        for kind in ("no viewer", "one viewer")
+    medians = {
+        kind: {key: statistics.median(f[key] for f in found) for key in found[0]} for kind, found in speeds.items()
     }
     about = {"python": platform.python_version(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-    result = {"cpu": rows, "speeds": speeds, "ratios": ratios, "day": day(), "about": about}
+    result = {"cpu": rows, "speeds": speeds, "medians": medians, "day": day(), "about": about}
     print(result)
     if not quick:
         (HERE / "results.json").write_text(json.dumps(result, indent=1) + "\n")

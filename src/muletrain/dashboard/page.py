@@ -26,6 +26,8 @@ TEXT = 240
 """Most characters of a sentence on the page."""
 LINKED = 64
 """Most peers whose single links are shown."""
+TARGETS = 8
+"""Most links of a peer to the next stage, and to other peers."""
 PAST = 0.8
 """Weight of the past in recent figures: about the last five steps."""
 SECONDS = ("forward_s", "backward_s", "averaging_s", "apply_s", "wait_s")
@@ -83,7 +85,7 @@ class Load:
         if math.isfinite(sum(now)):
             self.seconds = [PAST * before + new * value for before, value in zip(self.seconds, now, strict=True)]
         self.microbatches = PAST * self.microbatches + new * event.microbatches
-        sent = {peer: PAST * size for peer, size in self.sent.items() if size > 1}
+        sent = {peer: PAST * size for peer, size in self.sent.items() if size > 1000}
         for peer, classes in event.sent.items():
             sent[peer] = sent.get(peer, 0.0) + new * sum(classes.values())
         self.sent = sent
@@ -373,8 +375,10 @@ class RunPage:
             "under_way": len(load.under_way),
         }
         if linked:
-            most = sorted(load.sent.items(), key=lambda item: -item[1])[:8]
-            found["to"] = {self._view.name_of(to): load.per_s(size) for to, size in most}
+            most = sorted(load.sent.items(), key=lambda item: -item[1])
+            onward = [item for item in most if self._places.get(item[0]) == peer.stage + 1][:TARGETS]
+            rest = [item for item in most if item not in onward][:TARGETS]
+            found["to"] = {self._view.name_of(to): load.per_s(size) for to, size in onward + rest}
         return found
 
     def _clients(self) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import { $, bytes, count, el, fill, int, percent, plural } from "./dom.js";
 import { openPeer } from "./peers.js";
 
 const FEW = 4, MANY = 16; // peers of the largest stage up to which they are drawn as cards, and as lines; more are dots
-const LINES = 60; // links that are drawn, those with the most bytes
+const LINES = 24; // links between two stages that are drawn, those with the most bytes
 const LABELS = { training: "training", ready: "ready", joining: "joining", silent: "no answer", gone: "gone", finished: "finished" };
 const ORDER = ["training", "ready", "joining", "silent", "gone", "finished"];
 export const label = (peer) => (peer.state === "gone" && peer.why !== "gone" ? peer.why : LABELS[peer.state] ?? peer.state);
@@ -119,12 +119,13 @@ function drawLinks(host, of, k) {
   for (const peers of of.values()) for (const p of peers) byName.set(p.name, p);
   const lines = [];
   for (const [stage, peers] of of) {
+    const found = [];
     for (const p of peers) for (const [name, speed] of Object.entries(p.to ?? {})) {
       const q = byName.get(name);
-      if (q && q.stage === stage + 1 && speed && p.state === "training" && q.state === "training") lines.push([p, q, speed]);
+      if (q && q.stage === stage + 1 && speed && p.state === "training" && q.state === "training") found.push([p, q, speed]);
     }
+    lines.push(...found.sort((a, b) => b[2] - a[2]).slice(0, LINES));
   }
-  lines.sort((a, b) => b[2] - a[2]).splice(LINES);
   const box = host.getBoundingClientRect();
   const spot = (node, right) => {
     const r = node.getBoundingClientRect();
