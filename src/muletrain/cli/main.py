@@ -16,7 +16,6 @@ from typing import Annotated
 
 import typer
 
-from muletrain import __version__
 from muletrain.cli.commands.plan_command import plan
 from muletrain.cli.commands.prepare import config, data, doctor, profile, trace
 from muletrain.cli.commands.simulate import calibrate, fleet
@@ -73,6 +72,8 @@ app.add_typer(simulate, name="simulate", rich_help_panel="Prepare")
 
 def _version(asked: bool) -> None:
     if asked:
+        from muletrain import __version__
+
         print(f"muletrain {__version__}")
         raise typer.Exit
 

@@ -174,7 +174,7 @@ MetricsAddress = Annotated[
         "--metrics",
         metavar="PORT",
         help="Serve metrics for Prometheus on this port of the loopback address, or on HOST:PORT; 0 takes any free port. "
-        "Needs: pip install 'muletrain[metrics]'",
+        "Needs: pip install 'muletrain\\[metrics]'",
     ),
 ]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]

@@ -34,7 +34,7 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Measure these benchmarks by lm-eval (pip install 'muletrain[eval]') instead, such as hellaswag,arc_easy.",
+            help="Measure these benchmarks by lm-eval (pip install 'muletrain\\[eval]') instead, such as hellaswag,arc_easy.",
         ),
     ] = None,
     include: Annotated[
