@@ -25,18 +25,16 @@ if [[ -n ${MULETRAIN_VENV:-} ]]; then
     source "$MULETRAIN_VENV/bin/activate"
 fi
 
-join_when_ready=${MULETRAIN_JOIN:-$SLURM_SUBMIT_DIR/deploy/join-when-ready} # Slurm runs a copy of this script
+deploy=${MULETRAIN_DEPLOY:-$SLURM_SUBMIT_DIR/deploy} # Slurm runs a copy of this script
 cd "$SLURM_SUBMIT_DIR"
-threads=(--threads "${SLURM_CPUS_PER_TASK:-1}")
+threads=${SLURM_CPUS_PER_TASK:-1}
 
 if ((SLURM_ARRAY_TASK_ID > 0)); then
-    command=("$join_when_ready" . --name "job-$SLURM_ARRAY_TASK_ID" "${threads[@]}")
-elif ((${SLURM_RESTART_COUNT:-0} == 0)); then
-    command=(muletrain start "$@" --name job-0 --set "compute.threads=${SLURM_CPUS_PER_TASK:-1}")
-elif muletrain status >/dev/null 2>&1; then # the others went on without it (data.share)
-    command=("$join_when_ready" . --name job-0 "${threads[@]}")
+    command=("$deploy/join-when-ready" . --name "job-$SLURM_ARRAY_TASK_ID" --threads "$threads")
+elif ((${SLURM_RESTART_COUNT:-0} > 0)); then
+    command=("$deploy/found-or-return" "--name job-0")
 else
-    command=(muletrain start --resume --name job-0)
+    command=(muletrain start "$@" --name job-0 --set "compute.threads=$threads")
 fi
 
 # Slurm sends SIGTERM to this shell before the end of the time or a preemption: pass it on, and wait for the checkpoint

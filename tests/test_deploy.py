@@ -49,7 +49,8 @@ class Started:
         program = folder / "bin" / "muletrain"
         program.parent.mkdir()
         program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m muletrain "$@"\n', encoding="utf-8")
-        shutil.copy(DEPLOY / "join-when-ready", program.parent)
+        for script in ("join-when-ready", "found-or-return"):
+            shutil.copy(DEPLOY / script, program.parent)
         for file in program.parent.iterdir():
             file.chmod(0o755)
         self._path = os.pathsep.join([str(program.parent), os.environ["PATH"]])
@@ -153,9 +154,23 @@ def test_jobs_of_a_slurm_array_train_and_come_back_after_a_preemption(started: S
         assert time.monotonic() < until, started.logs()
         time.sleep(0.5)
     run_of(tmp_path / "work", "step_done", started, done + 3)
-    founder.send_signal(signal.SIGTERM)
-    assert founder.wait(120) in (0, 143), started.logs()
-    assert latest_checkpoint(run) is not None
+
+    os.killpg(founder.pid, signal.SIGKILL)  # its node is lost: the others go on, and it comes back
+    (first,) = (tmp_path / "work" / "runs").glob("*-start*")
+    joined = len(list((tmp_path / "work" / "runs").glob("*-join*")))
+    back = job(0, restarts=1)
+    until = time.monotonic() + 240.0
+    while not any("step_applied" in path.read_text() for path in folders(tmp_path / "work", joined)):
+        assert time.monotonic() < until, started.logs()
+        time.sleep(0.5)
+    assert [*(tmp_path / "work" / "runs").glob("*-start*")] == [first], "no second run began"
+    back.send_signal(signal.SIGTERM)
+    assert back.wait(120) in (0, 143), started.logs()
+
+
+def folders(work: Path, known: int) -> list[Path]:
+    """The events of machines that joined after as many others."""
+    return [path for run in sorted(work.glob("runs/*-join*"))[known:] for path in run.glob("*.jsonl")]
 
 
 def test_a_machine_that_waits_for_a_ticket_gives_up(tmp_path: Path) -> None:
@@ -194,11 +209,18 @@ def test_the_manifest_for_kubernetes_is_one(tmp_path: Path) -> None:
         (container,) = pod["containers"]
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert {v["name"] for v in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
-    peer = by_name["Job", "muletrain-peers"]["spec"]["template"]["spec"]["containers"][0]
+    founder, peer = (
+        by_name["Job", f"muletrain-{name}"]["spec"]["template"]["spec"]["containers"][0]
+        for name in ("founder", "peers")
+    )
+    script, both = founder["command"]
+    assert (DEPLOY / script).exists()
+    for line in (f"start {founder['args'][0]} {both}", f"start --resume {both}", f"join TICKET {both}"):
+        check(parsed(f"muletrain {line}"))
     check(parsed(f"muletrain {' '.join(peer['args'])}".replace("/ticket/ticket", "TICKET")))
 
 
-@pytest.mark.parametrize("name", ["slurm.sh", "join-when-ready"])
+@pytest.mark.parametrize("name", ["slurm.sh", "join-when-ready", "found-or-return"])
 def test_scripts_are_read_by_their_shells(name: str) -> None:
     shell = (DEPLOY / name).read_text().splitlines()[0].removeprefix("#!")
     subprocess.run([shell, "-n", DEPLOY / name], check=True)
