@@ -54,7 +54,16 @@ class Picture:
             self.line(x - w / 2 + 6, y - 18, x + w / 2 - 6, y + 18, "lbad", tip=False)
 
     def line(
-        self, x1: float, y1: float, x2: float, y2: float, kind: str = "", *, tip: bool = True, dashed: bool = False, bend: float = 0
+        self,
+        x1: float,
+        y1: float,
+        x2: float,
+        y2: float,
+        kind: str = "",
+        *,
+        tip: bool = True,
+        dashed: bool = False,
+        bend: float = 0,
     ) -> None:
         """A line, perhaps bent to its left by ``bend``, with an arrow's tip at the end."""
         dx, dy = x2 - x1, y2 - y1
@@ -68,9 +77,8 @@ class Picture:
             ux, uy = ux / size, uy / size
             bx, by = x2 - 8 * ux, y2 - 8 * uy
             fill = kind.replace("l", "f", 1) if kind else "tip"
-            self.shapes.append(
-                f'<path class="{fill}" d="M{x2:.1f} {y2:.1f}L{bx - 4.5 * uy:.1f} {by + 4.5 * ux:.1f}L{bx + 4.5 * uy:.1f} {by - 4.5 * ux:.1f}Z"/>'
-            )
+            left, right = (f"{bx - k * uy:.1f} {by + k * ux:.1f}" for k in (4.5, -4.5))
+            self.shapes.append(f'<path class="{fill}" d="M{x2:.1f} {y2:.1f}L{left}L{right}Z"/>')
 
     def disc(self, x: float, y: float, number: str, kind: str, r: float = 11, gone: bool = False) -> None:
         state = " gone" if gone else ""
@@ -80,32 +88,43 @@ class Picture:
     def write(self) -> None:
         light, dark = (";".join(f"--{name}:{pair[k]}" for name, pair in INKS.items()) for k in (0, 1))
         style = f"svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}{STYLE}"
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(self.title)}">'
+        size = f'viewBox="0 0 {self.width} {self.height}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(self.title)}">'
         body = "\n".join(self.shapes)
         (FOLDER / f"{self.name}.svg").write_text(f"{head}\n<style>{style}</style>\n{body}\n</svg>\n", encoding="utf-8")
 
 
 def fleet() -> Picture:
-    p = Picture("fleet", "Machines of four places serve two stages; one machine is gone, and its work goes to the others", 640, 300)
-    p.text(170, 28, "stage 0: layers 1 to 16", "h")
-    p.text(470, 28, "stage 1: layers 17 to 32", "h")
-    left = [(170, 75, "gaming PC", "Lyon"), (170, 145, "lab workstation", "Nairobi"), (170, 215, "spot GPU", "Oregon")]
-    right = [(470, 75, "two cards", "Seoul"), (470, 145, "spot GPU", "Oregon"), (470, 215, "laptop", "Lyon")]
+    p = Picture(
+        "fleet",
+        "Machines of four places serve two stages; one machine is gone, and its work goes to the others",
+        520,
+        290,
+    )
+    p.text(98, 28, "stage 0: layers 1 to 16", "h")
+    p.text(422, 28, "stage 1: layers 17 to 32", "h")
+    left = [(98, 75, "gaming PC", "Lyon"), (98, 145, "lab workstation", "Nairobi"), (98, 215, "spot GPU", "Oregon")]
+    right = [(422, 75, "two cards", "Seoul"), (422, 145, "spot GPU", "Oregon"), (422, 215, "laptop", "Lyon")]
     for k, (x, y, *_rest) in enumerate(left):
         for j, (x2, y2, *_more) in enumerate(right):
             if j != 1:
                 p.line(x + 70, y, x2 - 70, y2, "la" if k != 1 else "lb", tip=True)
-    p.line(240, 145, 400, 145, "lbad", tip=False, dashed=True)
+    p.line(168, 145, 352, 145, "lbad", tip=False, dashed=True)
     for x, y, name, place in left:
         p.machine(x, y, name, place, 140)
     for x, y, name, place in right:
         p.machine(x, y, name, place, 140, gone=y == 145)
-    p.text(320, 272, "The spot GPU of stage 1 is gone. The next microbatch takes another way, in the same step.", "s")
+    p.text(260, 272, "The spot GPU of stage 1 is gone: microbatches take other ways, in the same step.", "s")
     return p
 
 
 def step() -> Picture:
-    p = Picture("step", "A step: microbatches go forward and backward through the stages, replicas average, all update", 640, 400)
+    p = Picture(
+        "step",
+        "A step: microbatches go forward and backward through the stages, replicas average, all update",
+        640,
+        400,
+    )
     p.machine(70, 130, "trainer", "has the data", 116)
     for k, x in enumerate((250, 400, 550)):
         p.box(x - 62, 40, 124, 190, "zone")
@@ -137,7 +156,9 @@ def step() -> Picture:
 
 
 def exactly_once() -> Picture:
-    p = Picture("exactly-once", "Peer B dies with microbatches 2 and 5; A and C compute them again; each counts once", 640, 330)
+    p = Picture(
+        "exactly-once", "Peer B dies with microbatches 2 and 5; A and C compute them again; each counts once", 640, 330
+    )
     p.text(20, 30, "Stage 1 has three replicas and eight microbatches to count.", "s", "start")
     held = {"A": [1, 4, 7], "B": [2, 5], "C": [3, 6, 8]}
     for k, (name, ones) in enumerate(held.items()):
@@ -159,7 +180,12 @@ def exactly_once() -> Picture:
     for j in range(8):
         p.disc(160 + 34 * j, 274, str(j + 1), "b")
     p.text(440, 279, "each microbatch once", "t", "start")
-    p.text(320, 314, "Two sums that share a microbatch never both count: one is dropped, and its gaps are computed again.", "s")
+    p.text(
+        320,
+        314,
+        "Two sums that share a microbatch never both count: one is dropped, and its gaps are computed again.",
+        "s",
+    )
     return p
 
 
@@ -181,7 +207,9 @@ def strategies() -> Picture:
             for j, ink in enumerate("ab" if name == "pipeline" else "aa"):
                 for i in range(2):
                     for to in (0, 1) if name == "swarm" else (j,):
-                        p.line(x + 94 + 84 * i - 20, y + 80 + 70 * j, x + 146 + 84 * i - 18, y + 80 + 70 * to, f"l{ink}")
+                        p.line(
+                            x + 94 + 84 * i - 20, y + 80 + 70 * j, x + 146 + 84 * i - 18, y + 80 + 70 * to, f"l{ink}"
+                        )
             for i in range(3):
                 for j in range(2):
                     p.disc(x + 58 + 90 * i, y + 80 + 70 * j, str(i), "a" if name == "swarm" or j == 0 else "b", 17)
@@ -208,7 +236,9 @@ def strategies() -> Picture:
 
 
 def virtual_world() -> Picture:
-    p = Picture("virtual-world", "The same protocol runs over real machines or in one process with a virtual clock", 640, 340)
+    p = Picture(
+        "virtual-world", "The same protocol runs over real machines or in one process with a virtual clock", 640, 340
+    )
     p.box(110, 24, 420, 76)
     p.text(320, 56, "the code that trains", "h")
     p.text(320, 80, "steps, agreement, averaging, recovery, strategies", "s")

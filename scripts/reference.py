@@ -10,13 +10,11 @@ import dataclasses
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from muletrain.cli.main import PANELS, app
@@ -29,6 +27,11 @@ from muletrain.config.problems import keys_of, submodel
 from muletrain.config.schema import RunConfig
 from muletrain.events import KINDS, Event, facts, notices
 from muletrain.runs.resuming import rule_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pydantic.fields import FieldInfo
 
 UNIT = re.compile(r"\s*\[([^\]]+)\]$")
 PLAN = (
@@ -45,7 +48,9 @@ PLAN = (
 def table(head: list[str], rows: list[list[str]]) -> str:
     """A table of Markdown; bars and line ends in cells are made harmless."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return "\n".join(
+        f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in line)} |" for line in lines
+    )
 
 
 def prose(docstring: str | None) -> str:
@@ -99,8 +104,12 @@ def _names(option: Any, context: Any) -> str:
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
     if option.is_flag:
         return names
-    value = option.metavar or option.get_help_record(context)[0].partition(" ")[2]
-    return f"{names} `{value.strip('[]<>').replace('|', ' or ')}`"
+    value = option.metavar or option.get_help_record(context)[0].partition(" ")[2].strip("<>")
+    return f"{names} `{KINDS_OF_VALUES.get(value, value).strip('[]').replace('|', ' or ')}`"
+
+
+KINDS_OF_VALUES = {"str": "TEXT", "int": "N", "int range": "N", "float": "X", "float range": "X", "path": "PATH"}
+"""How the help's names of types are written, in capitals as all values."""
 
 
 def _default(option: Any) -> str:
@@ -130,7 +139,7 @@ def _section(title: str, section: type[BaseModel], run: str | None = None) -> st
     rows = []
     for name, info in keys_of(section).items():
         meaning, unit = described(info)
-        row = [f"`{name}`", f"`{kind_of(info)}`", f"`{default_of(info)}`", unit, meaning]
+        row = [f"`{name}`", kind_of(info), f"`{default_of(info)}`", unit, meaning]
         rows.append(row + ([_RESUME[rule_of(f"{run}.{name}").may]] if run else []))
     anchor = re.sub(r"\W", "", title)
     parts = [f"## {title} {{ #{anchor} }}", prose(section.__doc__), table(head, rows)]
@@ -173,25 +182,27 @@ def _kind(kind: Any) -> str:
     if origin is Annotated:
         return _kind(given[0])
     if origin is Literal:
-        return " | ".join(toml_value(value) for value in given)
+        return " or ".join(f"`{toml_value(value)}`" for value in given)
     if origin in (tuple, list, frozenset):
         inner = [_kind(part) for part in given if part is not Ellipsis]
         return f"list of {inner[0]}" if Ellipsis in given or origin is not tuple else f"[{', '.join(inner)}]"
     if origin is dict:
         return "table"
     if given:  # a union
-        return " | ".join(dict.fromkeys(_kind(part) for part in given if part is not type(None)))
+        return " or ".join(dict.fromkeys(_kind(part) for part in given if part is not type(None)))
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return " | ".join(toml_value(member.value) for member in kind)
+        return " or ".join(f"`{toml_value(member.value)}`" for member in kind)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "table"
-    return {int: "integer", float: "number", str: "text", bool: "true | false"}.get(kind, getattr(kind, "__name__", str(kind)))
+    return {int: "integer", float: "number", str: "text", bool: "`true` or `false`"}.get(
+        kind, getattr(kind, "__name__", str(kind))
+    )
 
 
 def fleet() -> str:
     """Every field of a fleet file."""
     top = [
-        [f"`{name}`", f"`{kind_of(info)}`", f"`{default_of(info)}`", described(info)[0]]
+        [f"`{name}`", kind_of(info), f"`{default_of(info)}`", described(info)[0]]
         for name, info in keys_of(Fleet).items()
         if submodel(info) is None
     ]

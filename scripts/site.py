@@ -14,7 +14,7 @@ import posixpath
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -38,12 +38,12 @@ COMMENT = re.compile(r"<!--[=/].*?-->", re.DOTALL)
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages beside ``docs``, and every file of the repository that a page links to."""
-    beside = [ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("benchmarks/**/README.md"))]
+    beside = [ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *sorted(ROOT.glob("benchmarks/**/README.md"))]
     for path in beside:
         _add(files, config, path)
     for path in [*beside, *sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md"]:
         for target in targets(path):
-            if target.is_file() and files.get_file_from_path(uri(target)) is None:
+            if target.is_file() and target != ROOT / "README.md" and files.get_file_from_path(uri(target)) is None:
                 _add(files, config, target)
     return files
 
@@ -103,5 +103,3 @@ def picture(path: Path, title: str) -> str:
     text = re.sub(r"<style>.*?</style>", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     text = re.sub(r"\n\s*\n", "\n", text).strip()
     return f'<figure class="picture" markdown="0">\n{text}\n<figcaption>{title}</figcaption>\n</figure>'
-
-
