@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -32,7 +30,7 @@ from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.folder import latest_checkpoint
 from muletrain.runs.pretrained import Pretrained
 
-from .chats import QWEN_3, SMOLLM_3, chat_tokenizer, chats, write_rows
+from .chats import SMOLLM_3, chat_tokenizer, chats, write_rows
 from .fleet_run import checkpoint_weights, run_fleet
 from .reference import train_plainly
 from .test_equivalence import relative_difference

@@ -33,7 +33,7 @@ QUICK = ("muletrain config", "muletrain config --fleet", "python -m reproduction
 """Commands of the pages that run here. Tests of their own run others; the rest need machines, a run folder, or
 minutes."""
 PEERS, CLIENTS = (tuple(f"{kind}-{k}" for k in range(4)) for kind in ("peer", "client"))
-FOLDERS = ("src", "tests", "benchmarks", "proofs", "reproduction", "docs", "examples")
+FOLDERS = ("src", "tests", "benchmarks", "proofs", "reproduction", "docs", "examples", "scripts")
 MODULES = [f"/{path.relative_to(ROOT).as_posix()}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 WRITTEN = {"blocks/blocks.py"}
 """Modules that a command writes."""
@@ -224,7 +224,7 @@ def test_what_does_not_parse_is_found(line: str, why: str) -> None:
 
 
 def test_links_that_lead_nowhere_are_found() -> None:
-    text = "# One Page\n[a](#one-page) [b](#other) [c](LICENSE) [d](absent.md) [e](docs/plan.md#a-strategy) [f](https://example.org)"
+    text = "# One Page\n[a](#one-page) [b](#other) [c](LICENSE) [d](absent.md) [e](docs/trust.md#not-protected) [f](https://example.org)"
     assert broken(text, ROOT) == ["#other", "absent.md"]
 
 
