@@ -183,7 +183,7 @@ def exactly_once() -> Picture:
     p.text(
         320,
         314,
-        "Two sums that share a microbatch never both count: one is dropped, and its gaps are computed again.",
+        "Two sums that share a microbatch never both count; gaps are computed again.",
         "s",
     )
     return p

@@ -59,8 +59,10 @@ def targets(page: Path) -> list[Path]:
 
 
 def uri(path: Path) -> str:
-    """The address of a file of the repository in the site's sources."""
-    return path.relative_to(ROOT).as_posix().removeprefix("docs/")
+    """The address of a file of the repository in the site's sources. A benchmark's report is a page of its section, not an
+    index of one."""
+    found = path.relative_to(ROOT).as_posix().removeprefix("docs/")
+    return re.sub(r"^(benchmarks/.+|examples)/README\.md$", r"\1.md", found)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
