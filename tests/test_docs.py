@@ -30,8 +30,8 @@ PAGES = {
 PROGRAMS = {"muletrain": app, "python -m proofs": proofs, "python -m reproduction": reproduction}
 COMMANDS = {name: typer.main.get_command(program) for name, program in PROGRAMS.items()}
 QUICK = ("muletrain config", "muletrain config --fleet", "python -m reproduction swarm-table2")
-"""Commands of the pages that run here. Tests of their own run others; the rest need machines, a run folder, or
-minutes."""
+"""Commands of the pages that run here. ``test_tutorials.py`` types the tutorials and runs Python, and tests of their own run
+other commands. The rest needs machines, a cloud, a run folder or minutes: its options are parsed, and its settings loaded."""
 PEERS, CLIENTS = (tuple(f"{kind}-{k}" for k in range(4)) for kind in ("peer", "client"))
 FOLDERS = ("src", "tests", "benchmarks", "proofs", "reproduction", "docs", "examples", "scripts")
 MODULES = [f"/{path.relative_to(ROOT).as_posix()}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]

@@ -3,7 +3,7 @@
 A tutorial's commands are typed as they stand, with these differences: a tiny model in place of one from the Hub, few steps of a
 small model (``SMALL``), a free port, an hour for a day. Machines are folders on this computer, and a machine that is switched off is
 killed. Left out are ``pip`` and ``hf``, and commands that need a bucket, files of the reader or several homes (``LEFT_OUT``): of
-these ``test_docs.py`` parses the options and loads the configuration.
+these ``test_docs.py`` parses the options and loads the configuration. So are commands about a run on machines that was left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from muletrain.runs.join.ticket import PREFIX
-from tests.chats import QWEN_3, chat_tokenizer
+from tests.chats import QWEN_3, chat_tokenizer, chats, write_rows
 from tests.processes import wait_for_none_in, working_in
 from tests.traced_models import new_model
 
@@ -53,7 +53,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def lines(block: Block) -> list[str]:
-    return [line.partition(" #")[0].strip() for line in block.body.splitlines() if line and not line.startswith("#")]
+    return [line.strip() for line in block.body.splitlines() if line and not line.startswith("#")]
 
 
 class Reader:
@@ -80,7 +80,9 @@ class Reader:
             assert machine.returncode in (0, 3, -signal.SIGKILL), f"{name}: {said}"
 
     def type(self, line: str) -> None:
-        if LEFT_OUT.search(line):
+        line, _, remark = (part.strip() for part in line.partition(" #"))
+        alone = re.match(r"muletrain (status|stop|ticket)\b", line) and not self.machines
+        if LEFT_OUT.search(line) or alone:
             return
         self.typed.append(line)
         if line.startswith("pkill"):
@@ -88,7 +90,9 @@ class Reader:
         words = shlex.split(self.adapted(line).replace("python", sys.executable, 1))
         if words[0] == "muletrain":
             words = [sys.executable, "-m", *words]
-        if "start" in words[:4] and "--resume" not in words:
+        if "Ctrl-C" in remark:
+            self.interrupt(words)
+        elif "start" in words[:4] and "--resume" not in words:
             self.machines["one"] = self.begin(words, self.home)
             self.ticket = self.ticket_of(self.machines["one"])
         elif "join" in words[:4]:
@@ -124,6 +128,15 @@ class Reader:
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=LONGEST_S, check=False)
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
         return done.stdout
+
+    def interrupt(self, words: list[str]) -> None:
+        """Ctrl-C after some steps."""
+        process = self.begin(words, self.home)
+        for _ in self.waiting(process):
+            if re.search(r"step \d+/", self.said(self.home)):
+                break
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LONGEST_S) == 130, self.said(self.home)
 
     def begin(self, words: list[str], folder: Path) -> subprocess.Popen[str]:
         out = (folder / "said.txt").open("w")
@@ -189,6 +202,31 @@ def test_a_reader_gets_to_the_end(reader: Reader, name: str) -> None:
     assert reader.typed
 
 
+PRELUDE = """
+import muletrain
+_train = muletrain.train
+def train(**given):
+    small = {"fleet": {"peers": 1, "stages": 1}, "compute": {"threads": 1, "precision": "fp32"}}
+    given |= small | {"train": {"steps": 4}, "checkpoint": {"every": 2, "keep": 5}}
+    if not isinstance(given.get("model"), str):
+        given["model"] = {"width": 16, "heads": 2, "layers": 2, "context": 16, "vocab": 300}
+    return _train(**given)
+muletrain.train = train
+my_measure = lambda model: sum(p.numel() for p in model.parameters())
+"""
+"""Makes the runs of a page small, and has what a page leaves to the reader."""
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/howto/notebooks.md"])
+def test_the_python_of_other_pages_runs(reader: Reader, page: str) -> None:
+    write_rows(reader.home / "chat.jsonl", chats(60))
+    codes = [block.body for block in blocks((ROOT / page).read_text("utf-8")) if block.language == "python"]
+    assert codes
+    code = "\n".join([PRELUDE, *codes, "print(run.wait().step)"]).replace("Qwen/Qwen3-0.6B", str(reader.model))
+    assert reader.run([sys.executable, "-c", code], reader.home).split()[-1] == "4"
+
+
 def test_the_index_names_each_tutorial() -> None:
     named = set(re.findall(r"\]\((\S+)\.md\)", PAGES["index"]))
     assert named == PAGES.keys() - {"index"}
@@ -203,6 +241,6 @@ def test_most_commands_are_typed() -> None:
         if block.language == "sh" and not block.title
         for line in lines(block)
     ]
-    left_out = [line for line in all_of_them if LEFT_OUT.search(line)]
+    left_out = [line for line in all_of_them if LEFT_OUT.search(line.partition(" #")[0].strip())]
     assert len(left_out) <= 12, left_out
     assert len(all_of_them) - len(left_out) >= 25
