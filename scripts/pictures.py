@@ -101,15 +101,15 @@ def fleet() -> Picture:
         520,
         290,
     )
-    p.text(98, 28, "stage 0: layers 1 to 16", "h")
-    p.text(422, 28, "stage 1: layers 17 to 32", "h")
-    left = [(98, 75, "gaming PC", "Lyon"), (98, 145, "lab workstation", "Nairobi"), (98, 215, "spot GPU", "Oregon")]
-    right = [(422, 75, "two cards", "Seoul"), (422, 145, "spot GPU", "Oregon"), (422, 215, "laptop", "Lyon")]
+    p.text(106, 28, "stage 0: layers 1 to 16", "h")
+    p.text(414, 28, "stage 1: layers 17 to 32", "h")
+    left = [(106, 75, "gaming PC", "Lyon"), (106, 145, "lab workstation", "Nairobi"), (106, 215, "spot GPU", "Oregon")]
+    right = [(414, 75, "two cards", "Seoul"), (414, 145, "spot GPU", "Oregon"), (414, 215, "laptop", "Lyon")]
     for k, (x, y, *_rest) in enumerate(left):
         for j, (x2, y2, *_more) in enumerate(right):
             if j != 1:
                 p.line(x + 70, y, x2 - 70, y2, "la" if k != 1 else "lb", tip=True)
-    p.line(168, 145, 352, 145, "lbad", tip=False, dashed=True)
+    p.line(176, 145, 344, 145, "lbad", tip=False, dashed=True)
     for x, y, name, place in left:
         p.machine(x, y, name, place, 140)
     for x, y, name, place in right:

@@ -84,7 +84,7 @@ class Prediction(Section):
     """One strategy on the fleet, with the best layout found. If there is a ``problem``, only ``strategy``, ``schedule``
     and ``runnable`` are meaningful as well."""
 
-    strategy: StrategyName
+    strategy: StrategyName = Field(description="swarm, pipeline, swap or hub")
     schedule: Literal["", "gpipe", "1f1b"] = Field(default="", description="schedule of strategy pipeline")
     runnable: bool = Field(description="whether 'muletrain run' supports it today")
     problem: str = Field(default="", description="why it is impossible on this fleet; empty: it is possible")
