@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,11 +17,13 @@ import pytest
 import torch
 
 import muletrain
+from muletrain import api
 from muletrain.errors import ConfigError, MuletrainError
 from muletrain.events import RunFinished, RunStarted, StepDone
 
 from .chats import SMOLLM_3, chat_tokenizer, chats
 from .processes import wait_for_none_in, working_in
+from .test_docs import parsed
 from .traced_models import new_model
 
 if TYPE_CHECKING:
@@ -295,3 +298,21 @@ def test_two_machines_meet_by_a_ticket() -> None:
     run.wait(240)
     other.wait(240)
     assert run.step == 6
+
+
+def test_predictions_are_commands_that_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[tuple[str, ...]]()
+
+    def note(*words: str, codes: tuple[int, ...] = (0,)) -> str:
+        said.append(words)
+        return "{}"
+
+    monkeypatch.setattr(api, "_command", note)
+    fleet = tmp_path / "fleet.toml"
+    fleet.touch()
+    muletrain.plan(fleet, model="llama-7b", batch=8, train={"microbatch": 2})
+    muletrain.simulate(fleet, model="llama-7b", batch=8, hours=1, train={"microbatch": 2})
+    muletrain.doctor()
+    for words in said:
+        given = parsed(shlex.join(["muletrain", *words]))
+        assert given

@@ -463,7 +463,10 @@ def simulate(
 ) -> dict[str, Any]:
     """The outcome of ``muletrain simulate fleet --json``: ``hours`` of training on the machines of a fleet file, in a virtual
     world. ``model``, ``batch``, ``sections``: as for ``plan``. Raises MuletrainError."""
-    more = [*([] if model is None else ["--model", model]), *([] if batch is None else ["--batch", str(batch)])]
+    more = [
+        *([] if model is None else ["--model", model]),
+        *([] if batch is None else ["--set", f"train.batch={batch}"]),
+    ]
     more += [] if hours is None else ["--hours", str(hours)]
     found: dict[str, Any] = json.loads(_command("simulate", "fleet", str(fleet), *more, *sets(sections), "--json"))
     return found
