@@ -71,7 +71,8 @@ class Pretrained(Checkpoint):
         """The tokens of the text ``path`` by the model's tokenizer, all held out. Raises DataError."""
         if path is None:
             raise ConfigError(f"--data: {self.folder} is a model without a text of its own; give one to measure it on")
-        data = resolved(self.config.data.model_copy(update={"path": path, "tokenizer": str(self.folder)}))
+        given = {"path": path, "tokenizer": str(self.folder), "pack": False}  # right for any architecture
+        data = resolved(self.config.data.model_copy(update=given))
         return TokenCache.build(data, self.spec.vocab, measured=True, context=self.spec.context)
 
     def measured(self) -> Pretrained:
