@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +16,18 @@ from muletrain.compute.checks import check_positions, check_target_values, weigh
 from muletrain.config.load import load_config
 from muletrain.data.chat import Template, conversation, resolved, tokens_of
 from muletrain.data.encoder import Encoder
-from muletrain.data.microbatch import BEGINS, HeldoutSource, MicrobatchSource, begins, unmarked
+from muletrain.data.microbatch import HeldoutSource, MicrobatchSource, begins, unmarked
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import ConfigError, ProtocolError
 from muletrain.events import StepDone, Validated
 from muletrain.model.chain import TensorType
 from muletrain.model.loss import positions_in
-from muletrain.model.make import load_model, make_stage
+from muletrain.model.make import load_model
 from muletrain.model.stage import Stage
 from muletrain.model.traced import apart
 from muletrain.model.traced.apart import mixed_by
 from muletrain.model.traced.chain import TracedModel
 from muletrain.runs.assemble import RunFacts, attending, resolve_start
-from muletrain.runs.result import quality
 
 from .chats import chats, write_rows
 from .decoders import tiny, trained
@@ -140,7 +140,7 @@ def test_targets_say_where_conversations_begin(tmp_path: Path) -> None:
     ids, marks = unmarked(cache.train)[0], begins(cache.train)
     assert marks.sum() > len(ids) // 64, "rows hold several"
     ends = sorted({*np.flatnonzero(marks).tolist(), *range(0, len(ids), 64)})
-    pieces = [ids[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    pieces = [ids[a:b] for a, b in itertools.pairwise(ends)]
     assert all(not piece.any() or piece.tobytes() in known for piece in pieces)
     assert not unmarked(cache.train)[1][marks].any()
     source = MicrobatchSource(cache.train, 0, 8, 4, 64, ignored=512, apart=True)
@@ -169,7 +169,7 @@ def test_marks_are_taken_only_where_the_run_has_them() -> None:
             check_target_values(marked, declared, 9, heldout=False)
             assert weighed(marked, declared, 3, 9, 1)[1] == 1.0, "two of two count"
         else:
-            with pytest.raises(ProtocolError, match="token ids 1..10"):
+            with pytest.raises(ProtocolError, match=r"token ids 1\.\.10"):
                 check_target_values(marked, declared, 9, heldout=False)
     for wrong in (torch.tensor([[0, 3]]), torch.tensor([[0, -1]]), torch.tensor([[0, 1, 2]]), torch.zeros(1, 2)):
         with pytest.raises(ProtocolError, match="positions: "):
@@ -234,9 +234,7 @@ def test_a_traced_model_sees_each_conversation_alone(name: str) -> None:
     )
 
 
-def test_a_model_that_mixes_tokens_otherwise_is_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_mixes_tokens_otherwise_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large one is judged by a small copy; the run says in a line that tokens see earlier conversations, or refuses."""
     assert mixed_by(TracedModel(json.dumps(config_of("qwen3"), sort_keys=True), 32)) == ""
     large = config_of("qwen3", hidden_size=1024, num_hidden_layers=16, vocab_size=50_000, intermediate_size=3000)
@@ -244,7 +242,13 @@ def test_a_model_that_mixes_tokens_otherwise_is_told_apart(
     small = apart._shrunk(large)
     assert (small["num_hidden_layers"], len(small["layer_types"]), small["vocab_size"]) == (8, 8, 64)
     assert (small["hidden_size"], small["num_attention_heads"], small["num_key_value_heads"]) == (1024, 4, 2)
-    bloom = {"model_type": "bloom", "vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}  # takes no positions
+    bloom = {
+        "model_type": "bloom",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "n_layer": 2,
+        "n_head": 4,
+    }  # takes no positions
     assert "from those of each alone" in mixed_by(TracedModel(json.dumps(bloom), 32))
     monkeypatch.setattr("muletrain.runs.assemble.mixed_by", lambda spec: "it looks around")
     facts, _ = native_facts(tmp_path, chats(3), "data.heldout=0")

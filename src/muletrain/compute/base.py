@@ -127,8 +127,8 @@ class Compute(Protocol):
         self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE, positions: Tensor | None = None
     ) -> Result:
         """Compute a stage before the last. ``inputs``: int64 tokens [B, T] at stage 0, else activations fp32 [B, T, D].
-        ``positions``: see ``StageModule.forward``. Returns activations fp32 [B, T, D]. The inputs of ``backward`` are kept until ``backward`` or ``discard``.
-        Raises ProtocolError for inputs that no correct peer sends."""
+        ``positions``: see ``StageModule.forward``. Returns activations fp32 [B, T, D]. The inputs of ``backward`` are kept
+        until ``backward`` or ``discard``. Raises ProtocolError for inputs that no correct peer sends."""
         ...
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:

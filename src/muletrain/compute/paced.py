@@ -47,7 +47,9 @@ class PacedCompute(WrappedCompute):
     async def forward(
         self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE, positions: Tensor | None = None
     ) -> Result:
-        return await self._paced(turn, "forward", mb.share(len(inputs)), partial(self.inner.forward, mb, inputs, positions=positions))
+        return await self._paced(
+            turn, "forward", mb.share(len(inputs)), partial(self.inner.forward, mb, inputs, positions=positions)
+        )
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
         work = partial(self.inner.backward, mb, grad, accumulate=accumulate)

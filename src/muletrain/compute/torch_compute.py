@@ -102,9 +102,7 @@ class TorchCompute(ThreadedCompute):
             length = 1 if samples else inputs.shape[1]
             reserved = 0 if mb.heldout else self._stash.reserve(inputs.shape[0] * length)
             try:
-                kept, output = await self._compute(
-                    taken(self.arithmetic.forward), mb, there, reserved > 0, positions
-                )
+                kept, output = await self._compute(taken(self.arithmetic.forward), mb, there, reserved > 0, positions)
             except BaseException:
                 self._stash.release(reserved)
                 raise

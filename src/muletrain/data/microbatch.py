@@ -139,7 +139,7 @@ class MicrobatchSource:
     def _windows(self, step: int, first: int, count: int) -> TokenArray:
         """Stored tokens [count, T + 1] of sequences of ``step``."""
         starts = self.window_starts(self._offset + step * self._batch + first, count)
-        return self._tokens[starts[:, None] + np.arange(self.sequence_length(step) + 1)]
+        return np.asarray(self._tokens[starts[:, None] + np.arange(self.sequence_length(step) + 1)])
 
     def window_starts(self, sequence: int, count: int) -> IntArray:
         """Token positions [count] where sequences ``sequence .. sequence + count - 1`` begin."""
@@ -255,7 +255,9 @@ class HeldoutSource:
         inputs, targets = self._batches[index]
         counted = int((targets >= 0).sum())
         missing = ((0, self._sequences - len(inputs)), (0, 0))
-        targets = np.pad(np.where(targets < 0, self._vocab + IGNORE - targets, targets), missing, constant_values=self._vocab)
+        targets = np.pad(
+            np.where(targets < 0, self._vocab + IGNORE - targets, targets), missing, constant_values=self._vocab
+        )
         if self._column:
             targets = np.pad(targets, ((0, 0), (0, 1)), constant_values=max(1, counted))
         return np.pad(inputs, missing), targets, counted

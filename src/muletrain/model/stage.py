@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from muletrain.model.spec import ModelSpec
     from muletrain.planning.partition import Cut
 
+
 class Seen(NamedTuple):
     """What attention needs beside its inputs. ``cos``, ``sin``: of positions, each [T, E], or [B, 1, T, E] where these
     begin anew inside of a row; ``mask``: then, to be added, [B, 1, T, T]: -inf for tokens of other conversations, and
@@ -108,9 +109,7 @@ class Attention(nn.Module):
         causal = rope.mask is None and (cache is None or cache.seen == 0)
         if cache is not None:
             k, v = cache.append(k, v)
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=rope.mask, is_causal=causal, enable_gqa=self._grouped
-        )
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=rope.mask, is_causal=causal, enable_gqa=self._grouped)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 

@@ -40,8 +40,8 @@ from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.model.native import is_native
 from muletrain.model.stage import initial_weight
-from muletrain.model.traced.apart import mixed_by
 from muletrain.model.traced.adapter import described, first_weight, read_config, reader
+from muletrain.model.traced.apart import mixed_by
 from muletrain.model.traced.architecture import transposed
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
@@ -130,7 +130,9 @@ class RunFacts:
             width=self.spec.passed,
             vocab=self.spec.vocab,
             inputs=self.spec.inputs,
-            targets=dataclasses.replace(self.spec.targets, column=c.data.counts, apart=c.data.counts and self.spec.apart),
+            targets=dataclasses.replace(
+                self.spec.targets, column=c.data.counts, apart=c.data.counts and self.spec.apart
+            ),
             sequence_length=functools.partial(
                 sequence_length, context=self.spec.context, start=t.sequence_start, warmup=t.sequence_warmup
             ),
@@ -423,7 +425,7 @@ def resolve_start(
         check_own(folder, sizes["vocab"])
         data = data.model_copy(update={"tokenizer": str(folder.resolve())})
         sizes["stops"] = stops_in(folder)
-    sizes |= _beside(config.model)
+    sizes |= _stated(config.model)
     check_given(given, sizes, "model.from, whose checkpoint")
     model = ModelConfig.model_validate({**sizes, "from": str(folder.resolve())})
     adapter = config.adapter
@@ -443,7 +445,7 @@ def _resolve_factory(config: RunConfig) -> RunConfig:
         data = SampleData.build(config.data.factory, skips=config.data.on_error == "skip")
         kinds = (data.inputs, data.targets)
     model = TracedModel.by_factory(own, *kinds)
-    free = {"factory": own.factory, "arguments": own.arguments, **_beside(own)}
+    free = {"factory": own.factory, "arguments": own.arguments, **_stated(own)}
     sizes = {name: getattr(model, name) for name in SIZES} | {"chain": model.chain_name}
     check_given(
         own.model_dump(include=own.model_fields_set, exclude_none=True), sizes | free, "model.factory, whose module"
@@ -451,7 +453,7 @@ def _resolve_factory(config: RunConfig) -> RunConfig:
     return RunConfig.model_validate({**dict(config), "model": ModelConfig.model_validate({**sizes, **free})})
 
 
-def _beside(config: ModelConfig) -> dict[str, Any]:
+def _stated(config: ModelConfig) -> dict[str, Any]:
     """The stated fields about what no model that is given says: compression, and what attention sees."""
     own = {"compression", "compression_factor", "compression_after", "attention"}
     return config.model_dump(include=own & config.model_fields_set)
@@ -468,7 +470,9 @@ def attending(config: RunConfig, note: Callable[[str], None] = lambda text: None
         if spec.own_loss or (why := mixed_by(spec)):
             why = "a module of yours mixes tokens as it will" if spec.own_loss else why
             if config.model.attention == "conversation":
-                raise ConfigError(f"model.attention: this architecture cannot keep conversations apart: {why}; leave it out")
+                raise ConfigError(
+                    f"model.attention: this architecture cannot keep conversations apart: {why}; leave it out"
+                )
             note(
                 f"model.attention: in a row, a token sees earlier conversations, too ({why}); data.pack=false gives each a row of "
                 f"its own"

@@ -1,9 +1,9 @@
 """Cuts a flat graph into parts: a part before the first block, the blocks, and a part after the last block.
 
 A part is a function of weights, of values from earlier parts, and of *tables*: values that depend on the shape of the
-microbatch alone (positions, masks, rotary angles), or on the positions in conversations that share a row. Every stage computes the tables itself, so only values that depend
-on samples or weights travel. Targets reach every stage, but only the last part uses targets. Equal parts have equal
-code, and share one function.
+microbatch alone (positions, masks, rotary angles), or on the positions in conversations that share a row. Every stage
+computes the tables itself, so only values that depend on samples or weights travel. Targets reach every stage, but only
+the last part uses targets. Equal parts have equal code, and share one function.
 """
 
 from __future__ import annotations

@@ -87,7 +87,9 @@ def trace(
     repeats: bool = True,
 ) -> Traced:
     """Trace ``module``, which lies on the meta device and maps the ``given`` inputs to logits [B, T, V] (tokens alone, or
-    tokens and positions) or, ``own``, to a loss (inputs and targets; floats are in ``dtype``). ``repeats``: the module has many equal layers, so
+    tokens and positions) or, ``own``, to a loss (inputs and targets; floats are in ``dtype``).
+
+    ``repeats``: the module has many equal layers, so
     torch's findings about an operator are cached; with few layers, caching is slower. Raises ConfigError with the place
     and cause of a failure."""
     examples = tuple(
@@ -228,13 +230,27 @@ class _Flattening:
                                 f"while it is traced; make it by torch.tensor, or take another model"
                             )
             env[node] = known[name]
-        inputs, targets, positions = users[0], *([*users[1:], None, None] if self._own else [None, *users[1:], None])[:2]
+        inputs, targets, positions = (
+            users[0],
+            *([*users[1:], None, None] if self._own else [None, *users[1:], None])[:2],
+        )
         self._device = device
         (output,) = self._copy(self._program.graph_module, env, {})
         sizes = tuple(inputs.meta["val"].shape)[: self._lead]
         frozen = {name: node.meta["val"].dtype for node, name in parameters.items() if name in self._frozen}
         return Traced(
-            self._graph, inputs, targets, positions, device, output, parameters, frozen, shapes, constants, values, sizes
+            self._graph,
+            inputs,
+            targets,
+            positions,
+            device,
+            output,
+            parameters,
+            frozen,
+            shapes,
+            constants,
+            values,
+            sizes,
         )
 
     def _placeholder(self, node: fx.Node) -> fx.Node:

@@ -46,7 +46,8 @@ class Tables:
 
     @torch.no_grad()
     def _made_at(self, positions: Tensor, device: torch.device) -> dict[str, Any]:
-        return dict(zip(self.chain.table_names, self._values(*positions.shape, device, positions), strict=True))
+        sequences, length = positions.shape
+        return dict(zip(self.chain.table_names, self._values(sequences, length, device, positions), strict=True))
 
     def causal(self, length: int) -> set[str]:
         """Masks for which fused kernels need no table, in sequences of ``length`` tokens.
@@ -192,7 +193,9 @@ class TracedStage(StageModule):
             found: Tensor = head.function(*given, *values, *sizes, x.device, None, head.site, 1)[0]
             return found
 
-        return Head(logits, self._run_parts(inputs, None, masks, positions, end=-1), [w for w in given if w.requires_grad])
+        return Head(
+            logits, self._run_parts(inputs, None, masks, positions, end=-1), [w for w in given if w.requires_grad]
+        )
 
     def _in_kinds(self, names: Sequence[str], given: Sequence[Tensor]) -> list[Tensor]:
         """The weights ``given``. Frozen weights are converted to the types of the graph."""
@@ -223,10 +226,8 @@ class TracedStage(StageModule):
         samples = self.is_first and self.tables.chain.lead == 1
         sequences, length = inputs.shape[0], 1 if samples else inputs.shape[1]
         chain, weights = self.tables.chain, dict[str, Tensor](self.named_parameters())
-        if positions is None:
-            tables = self.tables.of(sequences, length, inputs.device)
-        else:
-            tables = self.tables.at(positions, inputs.device)
+        of, device = self.tables, inputs.device
+        tables = of.of(sequences, length, device) if positions is None else of.at(positions, device)
         first, last = self._run
         if self.is_first:
             env = {chain.inputs: self._cast(inputs)}

@@ -31,7 +31,8 @@ Place = tuple[int, int]
 
 @dataclass
 class KeptPart:
-    """The inputs of a part. ``positions``: see ``Compute.forward``; ``gradient``: of the outputs; ``forward_at``: the worker that has the part's forward, given
+    """The inputs of a part. ``positions``: see ``Compute.forward``; ``gradient``: of the outputs;
+    ``forward_at``: the worker that has the part's forward, given
     under ``forward_number``."""
 
     rows: int
@@ -79,7 +80,9 @@ async def recomputed(
     compute: Compute, mb: Microbatch, inputs: Tensor, other: Tensor, seed: bytes, positions: Tensor | None = None
 ) -> dict[str, Sketch]:
     """Computes forward and backward of a part, and keeps nothing. ``other``: targets at the last stage, else the
-    gradient of the outputs; ``positions``: see ``Compute.forward``. Returns sketches of the parameters' gradient and, where the stage has such tensors, of the
+    gradient of the outputs; ``positions``: see ``Compute.forward``.
+
+    Returns sketches of the parameters' gradient and, where the stage has such tensors, of the
     outputs and of the inputs' gradient. Raises MuletrainError."""
     compute.discard(mb)
     try:

@@ -40,9 +40,7 @@ class PooledCompute(WrappedCompute):
     ) -> Result:
         if mb.heldout:  # clients compute only training microbatches
             return await self.inner.forward(mb, inputs, turn, positions)
-        call = Call(
-            mb, Pass.FORWARD, turn, accumulate=False, sequences=len(inputs), inputs=inputs, positions=positions
-        )
+        call = Call(mb, Pass.FORWARD, turn, accumulate=False, sequences=len(inputs), inputs=inputs, positions=positions)
         return Result(await self._computed(call))
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
