@@ -123,6 +123,11 @@ def trained_one_a_row(facts: RunFacts, cache: TokenCache, folder: Path) -> tuple
 
 def check(events: list[Event], tmp_path: Path, expected: dict[str, Tensor], losses: list[float]) -> None:
     found = checkpoint_weights(tmp_path / "run")
+    for name in (
+        name for name in found if name.endswith("c_attn.bias")
+    ):  # of keys: no effect, and Adam follows roundings
+        for weights in (found, expected):
+            weights[name][weights[name].numel() // 3 :][: weights[name].numel() // 3] = 0
     assert relative_difference(found, {name: expected[name] for name in found}) <= 1e-5
     assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
 
