@@ -4,7 +4,7 @@ machine.
 ``muletrain run`` knows the processes of its peers, and counts a killed one as gone at once.
 
 muletrain run --set train.steps=60 --chaos "join@step2; kill stage1@step30"
-python scripts/live_picture.py runs/FOLDER docs/live.svg --steps 3
+python scripts/live_picture.py runs/FOLDER docs/live.svg
 """
 
 from __future__ import annotations
@@ -17,36 +17,47 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from muletrain.cli.show.console import status
+from muletrain.cli.show.console import sentence_at
+from muletrain.cli.show.screen import LINES, status
 from muletrain.events import Event, EventTail, FaultInjected, StepDone
 from muletrain.runs.view import RunView
-from muletrain.units import printable
 
-WIDTH = 104  # columns
+MESSAGES = 12
+"""Last messages that the picture shows above the screen."""
 
 
-def until(events: list[Event], steps: int) -> list[Event]:
-    """Those up to the ``steps``-th step after the first kill."""
-    killed = next(n for n, e in enumerate(events) if isinstance(e, FaultInjected) and e.what == "kill")
-    done = [n for n, e in enumerate(events) if isinstance(e, StepDone) and n > killed]
-    return events[: done[steps - 1] + 1]
+def until(events: list[Event], step: int | None) -> list[Event]:
+    """Those up to the end of ``step``; None: of the third step after the first kill."""
+    killed = 0
+    if step is None:
+        killed = next(n for n, e in enumerate(events) if isinstance(e, FaultInjected) and e.what == "kill")
+    done = [n for n, e in enumerate(events) if isinstance(e, StepDone) and n > killed and e.step >= (step or 0)]
+    return events[: done[0 if step else 2] + 1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=3, help="after the kill")
+    parser.add_argument("--step", type=int, help="default: the third step after the first kill")
+    parser.add_argument("--width", type=int, default=100, help="columns")
     given = parser.parse_args()
     console = Console(
-        record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False
+        record=True,
+        width=given.width,
+        height=LINES,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+        highlight=False,
     )
-    view = RunView()
-    for event in until(sorted(EventTail(given.run).poll(), key=lambda e: e.t), given.steps):
-        sentence = view.headline(event) if view.fold(event) else ""
-        if sentence and view.started:
-            style = "yellow" if event.is_warning() else ""
-            console.print(Text(printable(sentence), style=style), overflow="ellipsis", no_wrap=True)
+    view, said = RunView(), list[Text]()
+    for event in until(sorted(EventTail(given.run).poll(), key=lambda e: e.t), given.step):
+        if view.fold(event) and (sentence := view.headline(event)) and view.started:
+            said.append(sentence_at(sentence, event))
+    for text in said[-MESSAGES:]:
+        console.print(text, overflow="ellipsis", no_wrap=True)
+    console.print()
     console.print(status(view))
     svg = console.export_svg(title="muletrain run")
     fontless = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # nothing is fetched from elsewhere

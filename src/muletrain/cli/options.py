@@ -179,3 +179,11 @@ MetricsAddress = Annotated[
 ]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]
 JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="Print the report's tables of peers and bytes, too; report.txt in the run folder has them.",
+    ),
+]
