@@ -346,8 +346,6 @@ def report(session: Session, *, verbose: bool = False) -> None:
     if session.checkpoint is not None and not hurries:
         session.say("measuring the model on held-out data, for a minute or two at most (Ctrl-C leaves that out)")
         evaluation, texts = session.evaluate()
-    if isinstance(session.console, JsonConsole):
-        return
     folder = session.folder
     paths = {
         "run folder": folder,
@@ -358,9 +356,11 @@ def report(session: Session, *, verbose: bool = False) -> None:
     }
     commands = _next(session, evaluation)
     with suppress(OSError), (folder / REPORT).open("w", encoding="utf-8") as file:
-        make_console(file).print(final_report(session.view, evaluation, texts, paths, commands))
+        make_console(file).print(final_report(session.view, evaluation, texts, paths, commands), crop=False)
         paths["report"] = folder / REPORT
-    make_console().print(final_report(session.view, evaluation, texts, paths, commands, tables=verbose))
+    if not isinstance(session.console, JsonConsole):
+        shown = final_report(session.view, evaluation, texts, paths, commands, tables=verbose)
+        make_console().print(shown, crop=False)
 
 
 def _next(session: Session, evaluation: Quality | None) -> list[str]:

@@ -41,7 +41,7 @@ def final_report(
     """The report for rich. ``evaluation`` is None, and there are no samples, if the run ended without a checkpoint.
     ``paths``: by label, the run folder first. ``commands``: what to do next. ``tables``: with the tables of quality,
     peers and bytes."""
-    parts: list[RenderableType] = [_lines(view, evaluation, paths, commands)]
+    parts = list[RenderableType]()
     if samples:
         parts.append(_section("The model writes", _texts(samples)))
     if view.failed:
@@ -50,7 +50,8 @@ def final_report(
         parts.append(_faults(view))
     if tables:
         parts += _tables(view, evaluation, paths)
-    return Group(*(Padding(part, (1, 0, 0, 0), expand=False) for part in parts))
+    lines = _lines(view, evaluation, paths, commands)
+    return Group("", *lines, *(Padding(part, (1, 0, 0, 0), expand=False) for part in parts))
 
 
 def _tables(view: RunView, evaluation: Quality | None, paths: Mapping[str, Path | str]) -> Iterator[RenderableType]:
@@ -69,19 +70,21 @@ def _tables(view: RunView, evaluation: Quality | None, paths: Mapping[str, Path 
 
 def _lines(
     view: RunView, evaluation: Quality | None, paths: Mapping[str, Path | str], commands: Sequence[str]
-) -> RenderableType:
-    """Result, speed, trouble, files and next commands, a line each."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
+) -> Iterator[Text]:
+    """Result, speed, trouble, files and next commands, a line each. No line is broken, so that paths and commands can be
+    copied."""
+    none = [] if "checkpoint" in paths else ["there is no checkpoint to go on from"]
     trouble = _trouble(view)
-    grid.add_row("result", Text(_result(view, evaluation), style="bold"))
-    grid.add_row("speed", _speed(view))
-    grid.add_row("trouble", Text("; ".join(trouble), style="yellow") if trouble else Text("none"))
-    if paths:
-        grid.add_row("files", Text(_files(paths)))
-    grid.add_row("next", Text("\n".join(commands) or "there is no checkpoint to go on from"))
-    return grid
+    told = (
+        ("result", [_result(view, evaluation)], "bold"),
+        ("speed", [_speed(view)], ""),
+        ("trouble", ["; ".join(trouble) or "none"], "yellow" if trouble else ""),
+        ("files", [_files(paths)] if paths else [], ""),
+        ("next", commands or none, ""),
+    )
+    for label, lines, style in told:
+        for n, line in enumerate(lines):
+            yield Text(no_wrap=True, overflow="ignore").append(f"{'' if n else label:<9}", "dim").append(line, style)
 
 
 def _result(view: RunView, q: Quality | None) -> str:
@@ -119,7 +122,7 @@ def _trouble(view: RunView) -> list[str]:
     return [
         *([f"{plural(len(lost), 'peer')} lost ({names}), and the others did the work"] if lost else []),
         *([f"{', '.join(gave_up[:NAMED])} gave up"] if gave_up else []),
-        *([f"{plural(view.rollbacks, 'time')} back to a checkpoint"] if view.rollbacks else []),
+        *([f"went back to a checkpoint ({plural(view.rollbacks, 'time')})"] if view.rollbacks else []),
         *(f"{plural(n, noun)} {what}" for noun, (n, what) in counts.items() if n),
     ]
 
