@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from muletrain.config.dump import toml_value
+from muletrain.config.dump import FIRST, toml_value
 from muletrain.config.fleet_file import Fleet, load_fleet
-from muletrain.config.dump import FIRST
 from muletrain.config.load import describe, digest, dump_toml, load_config, load_toml
 from muletrain.config.locate import key_lines
 from muletrain.config.problems import keys_of, submodel

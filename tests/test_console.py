@@ -384,8 +384,9 @@ def of_many(stages: int, peers: int, down: int = 0) -> RunView:
     for n, peer_id in enumerate(ids):
         for event in (joined(f"spot-{n}", n % stages, peer_id), applied(f"spot-{n}", n % stages)):
             view.fold(event)
-    for event in (done(1), *(late(peer_id) for peer_id in ids[:down])):
-        view.fold(event)
+    view.fold(done(1))
+    for peer_id in ids[:down]:
+        view.fold(late(peer_id))
     return view
 
 
@@ -459,7 +460,11 @@ def test_the_final_report(tmp_path: Path) -> None:
         ]
     )
     quality = Quality(loss=3.0, unigram=2.9, bigram=4.5, tokens=23456, heldout=23456, counted=9, trained=9)
-    paths = {"run folder": tmp_path, "events": "e.jsonl", "checkpoint": tmp_path / "checkpoints" / "step-00000001"}
+    paths: dict[str, Path | str] = {
+        "run folder": tmp_path,
+        "events": "e.jsonl",
+        "checkpoint": tmp_path / "checkpoints" / "step-00000001",
+    }
     text = shown(final_report(view, quality, ["A  [sample]\ntext"], paths, ["muletrain generate"]), 160)
     short = shown(final_report(view, quality, [], paths, ["muletrain generate"], tables=False), 160)
     assert short == "\n".join(text.splitlines()[:6]), "tables only on request"

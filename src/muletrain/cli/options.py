@@ -159,6 +159,8 @@ QUALITY_HELP = (
     "measured (docs/swarm.md). Repeatable."
 )
 
+PICTURE_HELP = "A .png or .svg; a name such as OUT.dark.svg gives a dark picture. Repeatable. Needs: pip install 'muletrain[plots]'"
+
 # Output ---------------------------------------------------------------------------------------------------------------
 
 Trace = Annotated[
