@@ -5,6 +5,7 @@ machine.
 
 muletrain run --set train.steps=60 --chaos "join@step2; kill stage1@step30"
 python scripts/live_picture.py runs/FOLDER docs/live.svg
+python scripts/live_picture.py runs/FOLDER docs/terminal/chaos-200.svg --width 200
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import io
 import re
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 from rich.text import Text
@@ -26,13 +28,16 @@ MESSAGES = 12
 """Last messages that the picture shows above the screen."""
 
 
-def until(events: list[Event], step: int | None) -> list[Event]:
-    """Those up to the end of ``step``; None: of the third step after the first kill."""
-    killed = 0
-    if step is None:
-        killed = next(n for n, e in enumerate(events) if isinstance(e, FaultInjected) and e.what == "kill")
-    done = [n for n, e in enumerate(events) if isinstance(e, StepDone) and n > killed and e.step >= (step or 0)]
-    return events[: done[0 if step else 2] + 1]
+def until(events: list[Event], step: int | None, kind: str) -> list[Event]:
+    """Those up to the first event of ``kind``, or to the end of ``step``; by default to the end of the third step after
+    the first kill."""
+    if kind:
+        return events[: next(n for n, e in enumerate(events) if e.kind == kind) + 1]
+    done = [n for n, e in enumerate(events) if isinstance(e, StepDone)]
+    if step is not None:
+        return events[: next(n for n in done if cast("StepDone", events[n]).step >= step) + 1]
+    killed = next(n for n, e in enumerate(events) if isinstance(e, FaultInjected) and e.what == "kill")
+    return events[: [n for n in done if n > killed][2] + 1]
 
 
 def main() -> None:
@@ -40,6 +45,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--step", type=int, help="default: the third step after the first kill")
+    parser.add_argument("--kind", default="", help="instead: the first event of this kind, such as stage_empty")
     parser.add_argument("--width", type=int, default=100, help="columns")
     given = parser.parse_args()
     console = Console(
@@ -52,7 +58,7 @@ def main() -> None:
         highlight=False,
     )
     view, said = RunView(), list[Text]()
-    for event in until(sorted(EventTail(given.run).poll(), key=lambda e: e.t), given.step):
+    for event in until(sorted(EventTail(given.run).poll(), key=lambda e: e.t), given.step, given.kind):
         if view.fold(event) and (sentence := view.headline(event)) and view.started:
             said.append(sentence_at(sentence, event))
     for text in said[-MESSAGES:]:

@@ -632,7 +632,7 @@ class RunView:
     def _suspect(self, event: ev.PeerDown) -> bool:
         """Returns False for a second report of one loss."""
         peer = self._by_id.get(event.peer_id)
-        if peer is not None and (peer.state == "suspected" or peer.state in GONE):
+        if peer is not None and (peer.state in ("suspected", "finished") or peer.state in GONE):
             return False
         if peer is not None:
             peer.state, peer.suspected_at, peer.lost = "suspected", event.t, True
@@ -664,4 +664,4 @@ class RunView:
     def _finish(self, event: ev.RunFinished) -> None:
         self.finished = event
         if event.peer in self.peers:
-            self.peers[event.peer].state = "finished"
+            self.peers[event.peer].state, self.peers[event.peer].lost = "finished", False

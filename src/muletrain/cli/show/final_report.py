@@ -114,13 +114,14 @@ def _trouble(view: RunView) -> list[str]:
     lost = sorted(p.name for p in view.peers.values() if p.lost)
     gave_up = sorted(view.failed.keys() - set(lost))
     names = ", ".join([*lost[:NAMED], *(["..."] if len(lost) > NAMED else [])])
+    went_on = ", and the others did the work" if 0 < view.steps <= view.step else ""
     counts = {
         "microbatch": (view.rerouted, "rerouted"),
         "update": (len(view.skips), "skipped"),
         "sample": (len(view.replaced), "unusable and replaced"),
     }
     return [
-        *([f"{plural(len(lost), 'peer')} lost ({names}), and the others did the work"] if lost else []),
+        *([f"{plural(len(lost), 'peer')} lost ({names}){went_on}"] if lost else []),
         *([f"{', '.join(gave_up[:NAMED])} gave up"] if gave_up else []),
         *([f"went back to a checkpoint ({plural(view.rollbacks, 'time')})"] if view.rollbacks else []),
         *(f"{plural(n, noun)} {what}" for noun, (n, what) in counts.items() if n),

@@ -235,13 +235,11 @@ def _served(view: RunView) -> str:
 
 def _clients(view: RunView) -> str:
     """The clients at work: number and progress."""
-    of_stages = [
-        f"stage {stage}: {sum(c.state == 'working' for c in clients)}, {plural(sum(c.parts for c in clients), 'part')}"
-        for stage, clients in view.clients.by_stage().items()
-    ]
-    if len(of_stages) > LISTED:
-        return f"clients  {view.clients.working()} at work"
-    return f"clients  {'; '.join(of_stages)}"
+    of_stages = list[str]()
+    for stage, clients in view.clients.by_stage().items():
+        working, parts = sum(c.state == "working" for c in clients), sum(c.parts for c in clients)
+        of_stages.append(f"stage {stage}: {plural(working, 'client')} at work, {plural(parts, 'part')} done")
+    return "; ".join(of_stages) if len(of_stages) <= LISTED else f"{plural(view.clients.working(), 'client')} at work"
 
 
 def _named_state(peer: PeerView) -> str:
