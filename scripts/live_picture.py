@@ -63,7 +63,6 @@ def main() -> None:
             said.append(sentence_at(sentence, event))
     for text in said[-MESSAGES:]:
         console.print(text, overflow="ellipsis", no_wrap=True)
-    console.print()
     console.print(status(view))
     svg = console.export_svg(title="muletrain run")
     fontless = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # nothing is fetched from elsewhere

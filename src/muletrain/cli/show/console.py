@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Self, TextIO
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
@@ -136,8 +136,8 @@ class LiveConsole(Silent):
         self.console.print(Text(plain_line(self.view)), soft_wrap=True)
 
     def _draw(self) -> RenderableType:
-        with self._lock:
-            return status(self.view, time.time())
+        with self._lock:  # drawn here, because the view changes
+            return Group(*status(self.view, time.time()).parts(self.console, self.console.options))
 
 
 class JsonConsole(Silent):

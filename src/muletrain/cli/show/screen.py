@@ -71,16 +71,20 @@ class Screen:
         self._view, self._now, self._ascii_only = view, now, False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield from self.parts(console, options)
+
+    def parts(self, console: Console, options: ConsoleOptions) -> list[RenderableType]:
+        """The screen, which no longer depends on the view."""
         view, width, self._ascii_only = self._view, options.max_width, options.ascii_only
-        above = [*self._progress(width)]
+        above = [Text(), *self._progress(width)]
         below = [*self._below()]
         below = [Text(), *below] if below and view.peers else below
-        yield from above
+        table: list[RenderableType] = []
         if view.peers:
             taken = sum(max(1, -(-len(text) // width)) for text in (*above, *below))
             room = min(LINES, console.height) - taken
-            yield self.table(max(room, 3), wide=width >= WIDE)
-        yield from below
+            table = [self.table(max(room, 3), wide=width >= WIDE)]
+        return [*above, *table, *below]
 
     def _progress(self, width: int) -> Iterator[Text]:
         view, length = self._view, min(LONG_BAR, width // 2)
@@ -156,7 +160,7 @@ class Screen:
         return table
 
     def _of_peer(self, peer: PeerView, wide: bool) -> list[str]:
-        state = f"[{STYLES.get(peer.state, 'default')}]{peer.state}[/]"
+        state = f"[{STYLES.get(peer.state, 'default')}]{'gone' if peer.state == 'ended' else peer.state}[/]"
         more = [escape(f"{peer.device} {peer.precision}"), "trainer" if peer.trainer else ""] if wide else []
         work = [f"{peer.microbatches:,}", self._tokens_per_s([peer])]
         moved = [str(peer.step), format_bytes(peer.sent_bytes())] if wide else []
