@@ -25,6 +25,8 @@ LINES = 24
 """Most lines of the screen; fewer on a lower terminal."""
 WIDE = 110
 """Columns from which the table of peers also has devices, steps and bytes."""
+NARROW = 70
+"""Columns below which the tables have neither bars nor microbatches."""
 BAR, WIDE_BAR = 10, 24
 """Columns of a bar in the table."""
 LONG_BAR = 80
@@ -83,7 +85,7 @@ class Screen:
         if view.peers:
             taken = sum(max(1, -(-len(text) // width)) for text in (*above, *below))
             room = min(LINES, console.height) - taken
-            table = [self.table(max(room, 3), wide=width >= WIDE)]
+            table = [self.table(max(room, 3), width)]
         return [*above, *table, *below]
 
     def _progress(self, width: int) -> Iterator[Text]:
@@ -127,8 +129,9 @@ class Screen:
         now = self._view.pace.end_s if self._now is None else self._now
         return peer.lost and (not math.isfinite(now) or now - peer.suspected_at < RECENT_S)
 
-    def table(self, room: int, *, wide: bool = False) -> Table:
+    def table(self, room: int, width: int = WIDE) -> Table:
         """The stages in at most ``room`` lines: with a line for each peer if they fit, else with one for each stage."""
+        bar = WIDE_BAR if width >= WIDE else BAR if width >= NARROW else 0
         present = self._view.stages(present=True)
         peers = {
             stage: [
@@ -140,12 +143,13 @@ class Screen:
         listed = sum(max(1, len(of_stage)) for of_stage in peers.values())
         gone = self._view.gone() - sum(len(peers[s]) - len(present.get(s, ())) for s in peers)
         if listed + 1 + bool(gone) <= room:
-            return self._by_peer(peers, gone, wide)
-        return self._by_stage(present, room, WIDE_BAR if wide else BAR)
+            return self._by_peer(peers, gone, bar)
+        return self._by_stage(present, room, bar)
 
-    def _by_peer(self, peers: dict[int, list[PeerView]], gone: int, wide: bool) -> Table:
+    def _by_peer(self, peers: dict[int, list[PeerView]], gone: int, bar: int) -> Table:
+        wide = bar == WIDE_BAR
         more = ("device", "role") if wide else ()
-        table = new_table("", ("stage", "busy", "peer", "state", *more), ("microbatches", "tokens/s"))
+        table = new_table("", ("stage", "busy", "peer", "state", *more), _numbers(bar))
         for name in ("step", "sent") if wide else ():
             table.add_column(name, justify="right")
         _one_line(table)
@@ -153,16 +157,17 @@ class Screen:
             if not of_stage:
                 table.add_row(str(stage), "", "[bold red]no peer[/]")
             for n, peer in enumerate(of_stage):
-                first = (str(stage), self._load(of_stage, WIDE_BAR if wide else BAR)) if n == 0 else ("", "")
-                table.add_row(*first, *self._of_peer(peer, wide))
+                first = (str(stage), self._load(of_stage, bar)) if n == 0 else ("", "")
+                table.add_row(*first, *self._of_peer(peer, bar))
         if gone:
             table.add_row("", "", f"[dim]{gone} gone[/]")
         return table
 
-    def _of_peer(self, peer: PeerView, wide: bool) -> list[str]:
+    def _of_peer(self, peer: PeerView, bar: int) -> list[str]:
+        wide = bar == WIDE_BAR
         state = f"[{STYLES.get(peer.state, 'default')}]{'gone' if peer.state == 'ended' else peer.state}[/]"
         more = [escape(f"{peer.device} {peer.precision}"), "trainer" if peer.trainer else ""] if wide else []
-        work = [f"{peer.microbatches:,}", self._tokens_per_s([peer])]
+        work = [f"{peer.microbatches:,}", self._tokens_per_s([peer])][-len(_numbers(bar)) :]
         moved = [str(peer.step), format_bytes(peer.sent_bytes())] if wide else []
         return [escape(peer.name), state, *more, *work, *moved]
 
@@ -170,7 +175,7 @@ class Screen:
         """The stages with the fewest peers, if there is no room for all."""
         table = new_table("", ("stage", "busy"), ("peers",))
         table.add_column("states")
-        for name in ("microbatches", "tokens/s"):
+        for name in _numbers(bar):
             table.add_column(name, justify="right")
         _one_line(table)
         few = sorted(peers, key=lambda s: len(peers[s]))[: room - (1 if len(peers) < room else 2)]
@@ -179,11 +184,11 @@ class Screen:
             lost = sum(p.lost and p.state in ("gone", "ended") for p in self._view.stages().get(stage, ()))
             states = Counter(p.state for p in of_stage) + Counter({"gone": lost})
             words = ", ".join(f"[{STYLES.get(s, 'default')}]{n} {s}[/]" for s, n in states.most_common())
-            done = f"{sum(p.microbatches for p in of_stage):,}"
-            row = (str(len(of_stage)), words or "[bold red]no peer[/]", done, self._tokens_per_s(of_stage))
-            table.add_row(str(stage), self._load(of_stage, bar), *row)
+            work = [f"{sum(p.microbatches for p in of_stage):,}", self._tokens_per_s(of_stage)][-len(_numbers(bar)) :]
+            words = words or "[bold red]no peer[/]"
+            table.add_row(str(stage), self._load(of_stage, bar), str(len(of_stage)), words, *work)
         if len(few) < len(peers):
-            table.add_row("", f"[dim]{len(peers) - len(few)} more stages[/]", "", "[dim]with more peers[/]")
+            table.add_row("", "", "", f"[dim]{len(peers) - len(few)} more, with more peers[/]")
         return table
 
     def _load(self, peers: Sequence[PeerView], bar: int) -> Text:
@@ -192,7 +197,7 @@ class Screen:
         if not known:
             return Text("-")
         share = sum(known) / len(known)
-        return _bar(share, bar, self._ascii_only, style="cyan").append(f" {share:4.0%}")
+        return _bar(share, bar, self._ascii_only, style="cyan").append(f"{' ' if bar else ''}{share:4.0%}")
 
     def _tokens_per_s(self, peers: Sequence[PeerView]) -> str:
         each = self._view.tokens_per_microbatch()
@@ -202,12 +207,19 @@ class Screen:
 
 def peers_table(view: RunView) -> Table:
     """The peers of every stage, as far as they fit into the lines of a screen."""
-    return Screen(view, None).table(LINES, wide=True)
+    return Screen(view, None).table(LINES)
+
+
+def _numbers(bar: int) -> tuple[str, ...]:
+    """Headings of a table with bars of ``bar`` columns."""
+    return ("microbatches", "tokens/s") if bar else ("tokens/s",)
 
 
 def _one_line(table: Table) -> None:
     for column in table.columns:
         column.no_wrap, column.overflow = True, "ellipsis"
+        if column.header not in ("peer", "states"):  # these two give way
+            column.min_width = len(str(column.header))
 
 
 def _bar(share: float, width: int, ascii_only: bool, style: str) -> Text:
