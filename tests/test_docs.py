@@ -29,7 +29,12 @@ PAGES = {
 }
 PROGRAMS = {"muletrain": app, "python -m proofs": proofs, "python -m reproduction": reproduction}
 COMMANDS = {name: typer.main.get_command(program) for name, program in PROGRAMS.items()}
-QUICK = ("muletrain config", "muletrain config --fleet", "python -m reproduction swarm-table2")
+QUICK = (
+    "muletrain config",
+    "muletrain config --all",
+    "muletrain config --fleet",
+    "python -m reproduction swarm-table2",
+)
 """Commands of the pages that run here. ``test_tutorials.py`` types the tutorials and runs Python, and tests of their own run
 other commands. The rest needs machines, a cloud, a run folder or minutes: its options are parsed, and its settings loaded."""
 PEERS, CLIENTS = (tuple(f"{kind}-{k}" for k in range(4)) for kind in ("peer", "client"))
@@ -64,6 +69,21 @@ def _split(line: str) -> tuple[Any, list[str]]:
     """The program that a command line begins with, and its words."""
     name = next(name for name in PROGRAMS if line.startswith(name))
     return COMMANDS[name], shlex.split(line.removeprefix(name), comments=True)
+
+
+def leaves(command: Any, path: str) -> list[tuple[str, Any]]:
+    """The commands under ``command``, with the words that call each."""
+    inner = getattr(command, "commands", None)
+    return [(path, command)] if inner is None else [x for n, c in inner.items() for x in leaves(c, f"{path} {n}")]
+
+
+@pytest.mark.parametrize(("path", "command"), leaves(COMMANDS["muletrain"], "muletrain"))
+def test_the_help_of_each_command_has_an_example_that_can_be_typed(path: str, command: Any) -> None:
+    example = command.epilog.removeprefix("[dim]Example:[/] ")
+    assert f"{example} ".startswith(f"{path} ")
+    assert problem(example) == ""
+    shown = CliRunner().invoke(app, [*path.split()[1:], "--help"], env={"COLUMNS": "100", "TERM": "dumb"}).output
+    assert " ".join(example.split()) in " ".join(shown.split())
 
 
 def _without_blocks(text: str) -> str:

@@ -146,7 +146,7 @@ def test_plan_and_simulate_need_the_same_memory(tmp_path: Path) -> None:
     text = "".join(f'[[machines]]\nname = "{d}"\ndevice = "{d}"\n' for d in ("RTX 4090", "RTX 3090", "CPU"))
     (tmp_path / "fleet.toml").write_text(text)
     with pytest.raises(CapacityError) as simulated:
-        what_if(tmp_path / "fleet.toml", None, "llama-7b", [], hours=1.0, seed=0, plot=None, json=True, choice="swarm")
+        what_if(tmp_path / "fleet.toml", None, "llama-7b", [], hours=1.0, seed=0, plot=(), json=True, choice="swarm")
     arguments = ["plan", str(tmp_path / "fleet.toml"), "--model", "llama-7b", "--time-limit", "1", "--json"]
     found = Plan.model_validate_json(CliRunner().invoke(app, arguments).stdout)
     needs = "needs 127 GiB in 3 stages, all machines together have 64 GiB"

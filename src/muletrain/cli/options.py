@@ -159,6 +159,8 @@ QUALITY_HELP = (
     "measured (docs/swarm.md). Repeatable."
 )
 
+PICTURE_HELP = "A .png or .svg; a name such as OUT.dark.svg gives a dark picture. Repeatable. Needs: pip install 'muletrain[plots]'"
+
 # Output ---------------------------------------------------------------------------------------------------------------
 
 Trace = Annotated[
@@ -179,3 +181,11 @@ MetricsAddress = Annotated[
 ]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]
 JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="Print the report's tables of peers and bytes, too; report.txt in the run folder has them.",
+    ),
+]

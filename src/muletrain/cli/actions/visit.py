@@ -34,9 +34,9 @@ ENDS_S, POLL_S = 2.0, 0.1
 """Longest wait for a run's last event once all members are gone, and the time between two looks [s]."""
 
 
-def show_status(ticket: str | None, *, json: bool) -> None:
-    """Print the members' announcements in the directory; before training starts, the missing conditions. Raises
-    MuletrainError if no member answers."""
+def show_status(ticket: str | None, *, json: bool, verbose: bool = False) -> None:
+    """Print the members' announcements in the directory; before training starts, the missing conditions. ``verbose``:
+    see ``status_of``. Raises MuletrainError if no member answers."""
     from muletrain.runs.join.client import ask_missing, members_in
     from muletrain.runs.join.removal import serving
     from muletrain.runtime.peer.messages import HOLDS_S
@@ -65,7 +65,7 @@ def show_status(ticket: str | None, *, json: bool) -> None:
         lost, silent = ([d.model_dump() for d in downs] for downs in (gone(peers), unheard))
         print(jsonlib.dumps({**numbers, "missing": missing, "peers": listed, "gone": lost, "unannounced": silent}))
     else:
-        make_console().print(status_of(peers, missing, unheard))
+        make_console().print(status_of(peers, missing, unheard, verbose=verbose))
 
 
 def stop_run(ticket: str | None) -> None:

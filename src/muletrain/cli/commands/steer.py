@@ -7,11 +7,15 @@ import typer
 from muletrain.cli.options import JsonObject, OwnTicket
 
 
-def status(ticket: OwnTicket = None, json: JsonObject = False) -> None:
+def status(
+    ticket: OwnTicket = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for each peer, also of many.")] = False,
+    json: JsonObject = False,
+) -> None:
     """Show the progress and the members of a run; before training starts, what it waits for."""
     from muletrain.cli.actions.visit import show_status
 
-    show_status(ticket, json=json)
+    show_status(ticket, json=json, verbose=verbose)
 
 
 def stop(ticket: OwnTicket = None) -> None:

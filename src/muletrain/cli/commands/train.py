@@ -20,6 +20,7 @@ from muletrain.cli.options import (
     Resume,
     StrategyChoice,
     Trace,
+    Verbose,
 )
 from muletrain.policy.chaos import HELP as CHAOS_HELP
 from muletrain.runs.join.ticket import read_ticket
@@ -38,6 +39,7 @@ def run(
     strategy: StrategyChoice = None,
     metrics: MetricsAddress = None,
     json: JsonLines = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train with a local fleet: every peer is a process on this machine; a single one works in the command itself.
 
@@ -47,7 +49,7 @@ def run(
     from muletrain.cli.actions.train import run_local
 
     wanted = Wanted(config, overrides or [], resume, plan, strategy)
-    run_local(wanted, json=json, chaos=chaos, seed=seed, trace=trace, metrics=metrics)
+    run_local(wanted, json=json, chaos=chaos, seed=seed, trace=trace, metrics=metrics, verbose=verbose)
 
 
 Probe = Annotated[
@@ -83,6 +85,7 @@ def start(
     share_data: ShareData = False,
     metrics: MetricsAddress = None,
     json: JsonLines = False,
+    verbose: Verbose = False,
 ) -> None:
     """Start a run on several machines and serve it with this one.
 
@@ -95,7 +98,7 @@ def start(
     overrides = [*(overrides or []), *(["data.share=true"] if share_data else [])]
     listening = Listening(listen, port, tuple(announce or ()))
     wanted = Wanted(config, overrides, resume, plan, strategy)
-    start_run(wanted, listening=listening, json=json, name=name, probe=probe, metrics=metrics)
+    start_run(wanted, listening=listening, json=json, name=name, probe=probe, metrics=metrics, verbose=verbose)
 
 
 Ticket = Annotated[
