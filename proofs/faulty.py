@@ -74,9 +74,11 @@ class FaultyCompute:
         await self._passes("load_state")
         await self._inner.load_state(state)
 
-    async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
+    async def forward(
+        self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE, positions: Tensor | None = None
+    ) -> Result:
         await self._passes("forward")
-        outputs = await self._inner.forward(mb, inputs, turn)
+        outputs = await self._inner.forward(mb, inputs, turn, positions)
         return Result(await outputs * math.nan) if self.how == ACTIVATIONS else outputs
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:

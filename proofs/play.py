@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 LIMIT_S = 6000.0
 """Virtual seconds after which a run counts as hung, beside its work: several of the protocol's longest waits in a row."""
 TIMES = 3
-"""Times that a run may take as long as without faults, beside that."""
+"""Times that a run may take as long as without faults, beside that; by the slowest clock."""
 IN_MEMORY = Path("/dev/shm")
 """A folder in memory, on Linux."""
 SHORT = {
@@ -67,7 +68,7 @@ def play(scenario: Scenario) -> Outcome:
     outcome = Outcome(scenario)
     history, fp16 = reference.history(scenario), "compute.precision=fp16" in scenario.overrides
     # in fp16 the first gradients overflow, and each stage computes them again
-    limit_s = LIMIT_S + TIMES * (scenario.steps + fp16) * scenario.step_s
+    limit_s = LIMIT_S + TIMES * (scenario.steps + fp16) * scenario.step_s * math.exp(scenario.skew)
     # the world ends when the last machine has woken up
     limit_s += max((f.for_s for f in scenario.faults if f.kind == "freeze"), default=0.0)
     fast = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None

@@ -151,9 +151,11 @@ class Checked(TorchCompute):
         self.wrong: list[str] = []
         self.computed = 0
 
-    async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
+    async def forward(
+        self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE, positions: Tensor | None = None
+    ) -> Result:
         self._tokens(mb, inputs)
-        return await super().forward(mb, inputs, turn)
+        return await super().forward(mb, inputs, turn, positions)
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
         self._note(grad.dtype == torch.float32 and grad.shape == (*TOKENS, WIDTH), grad)

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import http.server
+import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import datasets
 import pytest
 import torch
 
 import muletrain
+from muletrain import api
 from muletrain.errors import ConfigError, MuletrainError
 from muletrain.events import RunFinished, RunStarted, StepDone
 
 from .chats import SMOLLM_3, chat_tokenizer, chats
 from .processes import wait_for_none_in, working_in
+from .test_docs import parsed
 from .traced_models import new_model
 
 if TYPE_CHECKING:
@@ -295,3 +303,109 @@ def test_two_machines_meet_by_a_ticket() -> None:
     run.wait(240)
     other.wait(240)
     assert run.step == 6
+
+
+def test_predictions_are_commands_that_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[tuple[str, ...]]()
+
+    def note(*words: str, codes: tuple[int, ...] = (0,)) -> str:
+        said.append(words)
+        return "{}"
+
+    monkeypatch.setattr(api, "_command", note)
+    fleet = tmp_path / "fleet.toml"
+    fleet.touch()
+    muletrain.plan(fleet, model="llama-7b", batch=8, train={"microbatch": 2})
+    muletrain.simulate(fleet, model="llama-7b", batch=8, hours=1, train={"microbatch": 2})
+    muletrain.doctor()
+    for words in said:
+        given = parsed(shlex.join(["muletrain", *words]))
+        assert given
+
+
+# Metrics, and the Hub -------------------------------------------------------------------------------------------------
+
+
+def test_a_script_serves_metrics() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    found: list[str] = []
+    run = muletrain.train(**TINY, metrics=port, wait=False, show=False)
+
+    @run.on(StepDone)
+    def look(event: StepDone) -> None:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+            found.append(answer.read().decode())
+
+    run.wait()
+    assert "muletrain_" in found[0]
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hub's HTTP interface as an upload of small files needs."""
+
+    made: ClassVar[list[dict[str, Any]]] = []
+    files: ClassVar[dict[str, bytes]] = {}
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path.endswith("/repos/create"):
+            self.made.append(json.loads(body))
+            self._say({"url": "https://huggingface.co/me/mule"})
+        elif "/preupload/" in self.path:
+            named = [file["path"] for file in json.loads(body)["files"]]
+            modes = [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in named]
+            self._say({"files": modes})
+        else:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            self._say(
+                {
+                    "success": True,
+                    "commitOid": "0" * 40,
+                    "commitUrl": "https://huggingface.co/me/mule/commit/0",
+                    "hookOutput": "",
+                }
+            )
+
+    def do_GET(self) -> None:
+        self._say({"id": "me/mule", "sha": "0" * 40, "siblings": [], "private": True})
+
+    do_HEAD = do_GET
+
+    def _say(self, about: dict[str, Any]) -> None:
+        said = json.dumps(about).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(said)
+
+    def log_message(self, *about: object) -> None:
+        pass
+
+
+def test_a_trained_model_goes_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of this machine stands for the Hub; what it gets is what ``export`` writes."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+    try:
+        run = muletrain.train(**TINY, show=False)
+        assert "me/mule" in run.push("me/mule")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert [(repo["name"], repo["organization"], repo.get("visibility", repo.get("private"))) for repo in Hub.made] in (
+        [("mule", "me", "private")],
+        [("mule", "me", True)],
+    )
+    exported = run.export("out")
+    assert {name: content for name, content in Hub.files.items() if name != ".gitattributes"} == {
+        str(path.relative_to(exported)): path.read_bytes() for path in exported.rglob("*") if path.is_file()
+    }

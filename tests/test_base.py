@@ -24,7 +24,7 @@ from muletrain.runs.spec import WorkerSpec
 from muletrain.runtime.core.disk import SPARE_BYTES, Disk
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.transfer import base
-from muletrain.runtime.transfer.base import BaseGiver, BaseStore, BaseTaker
+from muletrain.runtime.transfer.base import BYTES_PER_S, BaseGiver, BaseStore, BaseTaker
 from muletrain.runtime.transfer.blocks import BLOCK, Manifest, StateImage
 from muletrain.runtime.transfer.messages import AskBase, BaseBlock
 from muletrain.sim.loop import run_virtually
@@ -419,3 +419,21 @@ def test_other_entries_of_the_cache_remove_no_parts(tmp_path: Path, monkeypatch:
         part.touch()
     keep(runs_base.DIGESTS, {}, runs_base.Digests(digests=()))
     assert all(part.exists() for part in parts)
+
+
+def test_how_long_missing_weights_take_is_known_before_they_come(tmp_path: Path) -> None:
+    """A peer that moves counts it; of what came, it knows the rate."""
+
+    async def scenario(world: World) -> None:
+        world.giver("a")
+        taker, size = world.taker(), sum(map(taker_size, range(3)))
+        assert taker.takes_s(range(3)) == pytest.approx(size / BYTES_PER_S)
+        assert taker.takes_s(range(1, 2)) < taker.takes_s(range(3))
+        await taker.weights(range(2), lambda: ["a"])
+        assert taker.takes_s(range(2)) == 0.0
+        assert taker.takes_s(range(3)) == pytest.approx(taker_size(2) / taker._bytes_per_s)
+        assert world.taker("other").takes_s(range(2)) == 0.0, "the cache has them"
+
+    taker_size = store(tmp_path / "none").size
+    in_world(tmp_path, scenario)
+    assert store(tmp_path / "none", RIGHT).has(0), "a folder is there"

@@ -177,7 +177,7 @@ def test_each_of_them_takes_time(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "fleet.toml").write_text(text)
     speeds = []
     for file in (None, tmp_path / "costs.toml"):
-        what_if(tmp_path / "fleet.toml", None, None, TINY, hours=0.1, seed=0, plot=None, json=True, costs=file)
+        what_if(tmp_path / "fleet.toml", None, None, TINY, hours=0.1, seed=0, plot=(), json=True, costs=file)
         speeds.append(json.loads(capsys.readouterr().out)["throughput"])
     assert speeds[1] < 0.95 * speeds[0]
 

@@ -75,16 +75,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_run_ends_with_a_report_and_leaves_nothing_running(trained: tuple[Path, str]) -> None:
     folder, out = trained
-    for expected in (
-        "6 of 6 steps",
-        "interpolated bigram",
-        "unigram",
-        "The model writes",
-        "Sent over the network",
-        "idle",
-    ):
-        assert expected in out
     (run,) = (folder / "runs").iterdir()
+    report = (run / "report.txt").read_text()
+    for expected in ("6 of 6 steps", "unigram", "The model writes"):
+        assert expected in out
+        assert expected in report
+    for expected in ("interpolated bigram", "Sent over the network", "idle"):
+        assert expected in report
+        assert expected not in out, "--verbose prints it"
+    first = [line.split()[0] for line in out[out.index("\nresult ") :].splitlines()[1:6]]
+    assert first == ["result", "speed", "trouble", "files", "next"]
     manifest = json.loads((run / "checkpoints" / "step-00000006" / "manifest.json").read_text())
     joined = [json.loads(line) for line in (run / "peer-0.jsonl").open() if '"peer_joined"' in line]
     assert [manifest["precision"]] == [e["precision"] for e in joined], "for --resume"

@@ -115,7 +115,11 @@ def test_steps_that_were_taken_back_count_once_and_the_time_without_a_stage_coun
     view = fold([started(), *(dataclasses.replace(done(s), t=97.0 + 2 * s) for s in (1, 2, 3)), back(3, 1), again])
     assert (view.step, view.pace.tokens) == (2, 4000)
     assert view.pace.seconds == pytest.approx(6 + 40 + 2)
-    assert shown(final_report(view, None, [], {})).startswith("\n2 of 10 steps, 4,000 tokens in 48.0 s: 83 tokens/s")
+    lines = shown(final_report(view, None, [], {})).splitlines()
+    assert lines[2:4] == [
+        "speed    2 of 10 steps, 4,000 tokens in 48.0 s: 83 tokens/s",
+        "trouble  went back to a checkpoint (1 time)",
+    ]
     assert view.pace.tokens_per_s() == pytest.approx(1000), "what is left is done at the speed of the steps"
 
 
@@ -161,7 +165,8 @@ def test_peers_add_up() -> None:
     view = fold([joined("a", 0), applied("a", 0, sent=sent), applied("a", 0, step=2, sent=sent)])
     peer = view.peers["a"]
     assert (peer.microbatches, peer.recomputed, peer.total_s) == (4, 2, 10.0)
-    assert peer.idle_share == pytest.approx(0.2)
+    assert peer.busy == pytest.approx(0.8)
+    assert peer.microbatches_per_s == pytest.approx(0.4)
     assert (peer.sent_bytes(), peer.sent_bytes("activation")) == (202, 200)
     assert (peer.state, peer.step, peer.device, peer.trainer) == ("training", 2, "cpu", True)
 
@@ -212,7 +217,7 @@ def test_those_that_have_gone_are_counted_and_not_named_any_more() -> None:
     assert view.asides == []
     view.fold(done(31))
     assert plain_line(view).endswith("stage 0: a (ready); stage 1: no peer; 1 gone")
-    assert "1 gone" in shown(status(view))
+    assert "b is gone: stage 1 has no peer" in shown(status(view))
     view.fold(applied("b", 1))
     assert plain_line(view).endswith("stage 1: b")
     assert view.asides == ["b is gone: no answer for 30 s; stage 1 has no peer", "b is back"]
@@ -366,8 +371,63 @@ def test_the_status_shows_stages_peers_and_what_is_missing() -> None:
     assert "step 4/10" in text
     assert "waiting: a peer for stage 1" in text
     rows = [line.split() for line in text.splitlines()]
-    assert ["0", "a", "(trainer)", "training", "cpu", "fp32", "1", "2", "20%", "0", "B"] in rows
+    assert ["80%", "a", "training", "cpu", "fp32", "trainer", "2", "200", "1", "0", "B"] in [r[2:] for r in rows]
     assert ["1", "no", "peer"] in rows
+    narrow = [line.split() for line in shown(status(view), 80).splitlines()]
+    assert ["80%", "a", "training", "2", "200"] in [r[2:] for r in narrow]
+
+
+def of_many(stages: int, peers: int, down: int = 0) -> RunView:
+    """A run after its first step, with ``down`` peers that then answer no more."""
+    view = fold([started(stages=stages, peers=peers, steps=1000)])
+    ids = [ID[:-4] + f"{n:04d}".replace("0", "z") for n in range(peers)]
+    for n, peer_id in enumerate(ids):
+        for event in (joined(f"spot-{n}", n % stages, peer_id), applied(f"spot-{n}", n % stages)):
+            view.fold(event)
+    view.fold(done(1))
+    for peer_id in ids[:down]:
+        view.fold(late(peer_id))
+    return view
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize(
+    ("stages", "peers", "down"), [(16, 20, 1), (16, 1000, 40), (100, 1000, 9), (1, 1, 0), (4, 12, 2)]
+)
+def test_the_screen_stays_within_24_lines(stages: int, peers: int, down: int, width: int) -> None:
+    view = of_many(stages, peers, down)
+    lines = shown(status(view), width).splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= width
+    for stage in range(stages if stages <= 16 else 9):
+        assert any(line.split()[:1] == [str(stage)] for line in lines)
+    assert len(plain_line(view)) < 400
+
+
+def test_a_peer_that_dies_is_seen_with_who_takes_its_work_and_an_empty_stage_with_what_the_run_waits_for() -> None:
+    view = fold([started(), joined("a", 0), joined("b", 1, OTHER_ID), joined("c", 1, ID[:-1] + "v"), done(1), late()])
+    assert "b does not answer: stage 1 goes on with c" in shown(status(view), 80)
+    view.fold(ev.StageEmpty(stages="stage 1", lacks="and nobody can take it", minutes=15))
+    assert "stage 1 lost all peers, and nobody can take it. The run waits for 15 minutes" in shown(status(view))
+    assert "waiting" in plain_line(view)
+    view.fold(done(2))
+    assert "lost all peers" not in shown(status(view))
+
+
+def test_the_screen_does_without_colours_and_without_unicode() -> None:
+    view = of_many(2, 4, 1)
+    for console in (
+        Console(file=io.StringIO(), width=80, force_terminal=True, no_color=True),
+        Console(
+            file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"), width=80, force_terminal=True, color_system=None
+        ),
+    ):
+        with console.capture() as captured:
+            console.print(status(view))
+        text = captured.get()
+        assert not re.search(r"\x1b\[[0-9;]*3[0-9]", text), "no colour"
+    assert text.isascii()
+    assert "#" in text
 
 
 def test_the_live_display_draws_on_a_terminal() -> None:
@@ -377,7 +437,8 @@ def test_the_live_display_draws_on_a_terminal() -> None:
         for event in (started(), joined("a", 0), applied("a", 0), done(1)):
             live(event)
     assert "step 1/10" in out.getvalue()
-    assert "a (trainer)" in out.getvalue()
+    assert re.search(r"\d\d:\d\d:\d\d  a serves stage 0", out.getvalue()), "people look at it later"
+    assert re.search(r"80%  a +training", out.getvalue())
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
@@ -399,9 +460,22 @@ def test_the_final_report(tmp_path: Path) -> None:
         ]
     )
     quality = Quality(loss=3.0, unigram=2.9, bigram=4.5, tokens=23456, heldout=23456, counted=9, trained=9)
-    text = shown(final_report(view, quality, ["A  [sample]\ntext"], {"run folder": tmp_path, "events": "e.jsonl"}), 160)
+    paths: dict[str, Path | str] = {
+        "run folder": tmp_path,
+        "events": "e.jsonl",
+        "checkpoint": tmp_path / "checkpoints" / "step-00000001",
+    }
+    text = shown(final_report(view, quality, ["A  [sample]\ntext"], paths, ["muletrain generate"]), 160)
+    short = shown(final_report(view, quality, [], paths, ["muletrain generate"], tables=False), 160)
+    assert short == "\n".join(text.splitlines()[:6]), "tables only on request"
     rows = [line.split() for line in text.splitlines()]
-    assert "1 of 1 step, 2,000 tokens in 2.0 s: 1,000 tokens/s, 1 microbatch rerouted (all steps done)" in text
+    assert text.splitlines()[1:6] == [
+        "result   held-out loss 3.000 (unigram 2.900, bigram 4.500), perplexity 20.1",
+        "speed    1 of 1 step, 2,000 tokens in 2.0 s: 1,000 tokens/s (all steps done)",
+        "trouble  1 microbatch rerouted",
+        f"files    {tmp_path}: checkpoints/step-00000001",
+        "next     muletrain generate",
+    ]
     assert "On 23,456 held-out tokens" in text
     assert "loss [nats/token]" in text
     assert ["this", "model", "3.000", "20.1"] in rows
@@ -440,7 +514,8 @@ def test_the_report_says_what_was_left_out() -> None:
 
 def test_the_report_of_a_run_stopped_before_its_first_step() -> None:
     text = shown(final_report(fold([started()]), None, [], {"run folder": "runs/1"}))
-    assert text.split("\n", 2)[1] == "0 of 10 steps, 0 tokens in 0 ms: no step was completed"
+    assert "speed    0 of 10 steps, 0 tokens in 0 ms: no step was completed" in text
+    assert "next     there is no checkpoint to go on from" in text
     assert "run folder  runs/1" in text
     assert "Peers" not in text
 

@@ -29,11 +29,16 @@ PAGES = {
 }
 PROGRAMS = {"muletrain": app, "python -m proofs": proofs, "python -m reproduction": reproduction}
 COMMANDS = {name: typer.main.get_command(program) for name, program in PROGRAMS.items()}
-QUICK = ("muletrain config", "muletrain config --fleet", "python -m reproduction swarm-table2")
-"""Commands of the pages that run here. Tests of their own run others; the rest need machines, a run folder, or
-minutes."""
+QUICK = (
+    "muletrain config",
+    "muletrain config --all",
+    "muletrain config --fleet",
+    "python -m reproduction swarm-table2",
+)
+"""Commands of the pages that run here. ``test_tutorials.py`` types the tutorials and runs Python, and tests of their own run
+other commands. The rest needs machines, a cloud, a run folder or minutes: its options are parsed, and its settings loaded."""
 PEERS, CLIENTS = (tuple(f"{kind}-{k}" for k in range(4)) for kind in ("peer", "client"))
-FOLDERS = ("src", "tests", "benchmarks", "proofs", "reproduction", "docs", "examples")
+FOLDERS = ("src", "tests", "benchmarks", "proofs", "reproduction", "docs", "examples", "scripts")
 MODULES = [f"/{path.relative_to(ROOT).as_posix()}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 WRITTEN = {"blocks/blocks.py"}
 """Modules that a command writes."""
@@ -42,12 +47,12 @@ PLACEHOLDERS = {"TICKET": f"{PREFIX}x", "-": f"{PREFIX}x", "N": "7", "GIB": "7",
 
 def blocks(text: str) -> list[str]:
     """Commands of ours in shell blocks, which have all that they need."""
-    return _commands("\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).split("\n"))
+    return _commands("\n".join(re.findall(r"^```sh\b[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).split("\n"))
 
 
 def tomls(text: str) -> list[str]:
     """TOML files that a page shows."""
-    return re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return re.findall(r"^```toml\b[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def mentioned(text: str) -> list[str]:
@@ -64,6 +69,21 @@ def _split(line: str) -> tuple[Any, list[str]]:
     """The program that a command line begins with, and its words."""
     name = next(name for name in PROGRAMS if line.startswith(name))
     return COMMANDS[name], shlex.split(line.removeprefix(name), comments=True)
+
+
+def leaves(command: Any, path: str) -> list[tuple[str, Any]]:
+    """The commands under ``command``, with the words that call each."""
+    inner = getattr(command, "commands", None)
+    return [(path, command)] if inner is None else [x for n, c in inner.items() for x in leaves(c, f"{path} {n}")]
+
+
+@pytest.mark.parametrize(("path", "command"), leaves(COMMANDS["muletrain"], "muletrain"))
+def test_the_help_of_each_command_has_an_example_that_can_be_typed(path: str, command: Any) -> None:
+    example = command.epilog.removeprefix("[dim]Example:[/] ")
+    assert f"{example} ".startswith(f"{path} ")
+    assert problem(example) == ""
+    shown = CliRunner().invoke(app, [*path.split()[1:], "--help"], env={"COLUMNS": "100", "TERM": "dumb"}).output
+    assert " ".join(example.split()) in " ".join(shown.split())
 
 
 def _without_blocks(text: str) -> str:
@@ -196,10 +216,15 @@ def test_every_module_that_is_named_exists(page: str) -> None:
     assert {name for name in named if not any(path.endswith(f"/{name}") for path in MODULES)} == set()
 
 
-def test_the_readme_is_short_and_leads_to_every_page() -> None:
-    assert len(PAGES["README.md"].splitlines()) <= 150
-    pages = {page for page in PAGES if re.fullmatch(r"docs/[^/]+\.md", page)}
-    assert pages - set(links(PAGES["README.md"])) == set()
+def test_the_readme_is_short_and_leads_to_each_kind_of_page() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 120
+    kinds = {f"docs/{kind}/index.md" for kind in ("tutorials", "howto", "explanations", "reference")}
+    assert kinds - set(links(PAGES["README.md"])) == set()
+
+
+def test_no_page_names_what_lies_beside_the_repository() -> None:
+    pages = {**PAGES, "mkdocs.yml": (ROOT / "mkdocs.yml").read_text(encoding="utf-8")}
+    assert [page for page, text in pages.items() if "../shared" in text or "/work/" in text] == []
 
 
 @pytest.mark.parametrize(
@@ -219,7 +244,7 @@ def test_what_does_not_parse_is_found(line: str, why: str) -> None:
 
 
 def test_links_that_lead_nowhere_are_found() -> None:
-    text = "# One Page\n[a](#one-page) [b](#other) [c](LICENSE) [d](absent.md) [e](docs/plan.md#a-strategy) [f](https://example.org)"
+    text = "# One Page\n[a](#one-page) [b](#other) [c](LICENSE) [d](absent.md) [e](docs/trust.md#not-protected) [f](https://example.org)"
     assert broken(text, ROOT) == ["#other", "absent.md"]
 
 

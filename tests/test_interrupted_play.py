@@ -107,7 +107,7 @@ def test_peers_that_give_up_are_an_error(
     file = tmp_path / "fleet.toml"
     file.write_text(PACED)
     options = [*TINY, "train.batch=8", "fleet.stages=2"]
-    code = what_if(file, None, None, options, hours=0.02, seed=0, plot=None, json=as_json, fidelity="protocol")
+    code = what_if(file, None, None, options, hours=0.02, seed=0, plot=(), json=as_json, fidelity="protocol")
     out, err = capsys.readouterr()
     assert code == 1
     assert "error: a-1 gave up after 20.0 s" in err

@@ -34,7 +34,7 @@ TINY = ["--set", "model.width=64", "--set", "model.heads=2", "--set", "model.con
 def test_two_machines_train_and_a_stranger_is_refused(
     machines: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    founder = machines("a", "start", *TINY, "--set", "train.steps=100000")
+    founder = machines("a", "start", *TINY, "--set", "train.steps=100000", "--verbose")
     ticket = ticket_in(tmp_path / "a")
     before = output(machines("c", "status", ticket))
     assert "has not started" in before
@@ -146,7 +146,7 @@ def test_machines_behind_firewalls_train_by_way_of_another(
     settings = [*EXACT, "fleet.stages=3", "fleet.trainers=1"]
     firewall("b")
     firewall("c")
-    founder = machines("a", "start", *(word for s in settings for word in ("--set", s)))
+    founder = machines("a", "start", *(word for s in settings for word in ("--set", s)), "--verbose")
     ticket = ticket_in(tmp_path / "a")
     joiners = [
         machines("b", "join", ticket, "--stage", "1", "--name", "b", "--private"),

@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from muletrain.cli.actions.simulate_fleet import what_if
 from muletrain.cli.main import app
-from muletrain.config import plan_file as schema
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.plan_file import Plan, Prediction
@@ -23,9 +22,8 @@ from muletrain.sim.plan.planner import in_order
 from muletrain.sim.plan.question import Question
 from muletrain.sim.plan.swarm import NoSteps, played_step_s
 from muletrain.strategies import STRATEGIES
+from scripts.reference import PLAN
 from tests.planned_fleets import FLEET, TINY
-
-ROOT = Path(__file__).parents[1]
 
 # --- recommended -------------------------------------------------------------------------------------------------------
 
@@ -148,7 +146,7 @@ def test_plan_and_simulate_need_the_same_memory(tmp_path: Path) -> None:
     text = "".join(f'[[machines]]\nname = "{d}"\ndevice = "{d}"\n' for d in ("RTX 4090", "RTX 3090", "CPU"))
     (tmp_path / "fleet.toml").write_text(text)
     with pytest.raises(CapacityError) as simulated:
-        what_if(tmp_path / "fleet.toml", None, "llama-7b", [], hours=1.0, seed=0, plot=None, json=True, choice="swarm")
+        what_if(tmp_path / "fleet.toml", None, "llama-7b", [], hours=1.0, seed=0, plot=(), json=True, choice="swarm")
     arguments = ["plan", str(tmp_path / "fleet.toml"), "--model", "llama-7b", "--time-limit", "1", "--json"]
     found = Plan.model_validate_json(CliRunner().invoke(app, arguments).stdout)
     needs = "needs 127 GiB in 3 stages, all machines together have 64 GiB"
@@ -325,15 +323,6 @@ def test_without_a_file_the_example_is_planned() -> None:
 
 
 def test_every_field_is_explained() -> None:
-    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    kinds = (
-        schema.Plan,
-        schema.Prediction,
-        schema.Split,
-        schema.Stage,
-        schema.Memory,
-        schema.Traffic,
-        schema.Improvement,
-    )
-    missing = [f"{kind.__name__}.{name}" for kind in kinds for name in kind.model_fields if f"`{name}`" not in text]
+    """In the reference of the documentation, which is made from these descriptions (``scripts/reference.py``)."""
+    missing = [f"{kind.__name__}.{n}" for kind in PLAN for n, i in kind.model_fields.items() if not i.description]
     assert missing == []

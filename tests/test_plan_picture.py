@@ -1,4 +1,4 @@
-"""``plan --plot``: every strategy is drawn, links in both directions, and a machine alone."""
+"""``plan --plot``: a bar for each strategy, the layout of the recommended one, and a machine alone."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from muletrain.cli.show.pictures import DARK, LIGHT, check_pictures
 from muletrain.cli.show.plan_picture import draw
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.plan_file import Plan, Prediction, Stage
+from muletrain.errors import MuletrainError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FLEET = """
@@ -24,17 +27,19 @@ defaults = { rtt_ms = 30 }
 """
 
 
-def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *predictions: Prediction) -> list[list[str]]:
-    """The words of each row of the picture, title first."""
+def drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *predictions: Prediction
+) -> tuple[str, list[str], list[str]]:
+    """The message of the picture, and the words of its left and its right half."""
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
     figures: list[Figure] = []
     save = Figure.savefig
 
-    def saved(self: Figure, *given: object, **more: object) -> None:
+    def saved(self: Figure, path: Path, dpi: float) -> None:
         figures.append(self)
-        save(self, *given, **more)
+        save(self, path, dpi=dpi)
 
     monkeypatch.setattr(Figure, "savefig", saved)
     (tmp_path / "fleet.toml").write_text(FLEET)
@@ -48,37 +53,82 @@ def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *predictions: Predict
         recommended=len(predictions) - 1,
         why="",
     )
-    draw(plan, load_fleet(tmp_path / "fleet.toml"), tmp_path / "out.png")
-    assert (tmp_path / "out.png").stat().st_size > 5000
-    rows = [axes for axes in figures[0].axes if axes.get_title(loc="left")]
-    return [[axes.get_title(loc="left"), *(text.get_text() for text in axes.texts)] for axes in rows]
+    paths = [tmp_path / "out.png", tmp_path / "out.dark.svg"]
+    draw(plan, load_fleet(tmp_path / "fleet.toml"), paths)
+    assert paths[0].read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in paths[1].read_text()
+    assert [figure.get_facecolor() for figure in figures] == [to_rgba(LIGHT.back), to_rgba(DARK.back)]
+    left, right = figures[0].axes
+    for axes in (left, right):
+        _check_apart(figures[0], axes)
+    words = [
+        [*(t.get_text() for t in axes.texts), *(t.get_text() for t in axes.get_yticklabels())] for axes in (left, right)
+    ]
+    return figures[0].texts[0].get_text(), words[0], [*words[1], right.get_xlabel()]
 
 
-def test_every_strategy_is_drawn_and_both_directions_of_its_links(
+def to_rgba(name: str) -> tuple[float, float, float, float]:
+    from matplotlib.colors import to_rgba as convert
+
+    return convert(name)
+
+
+def _check_apart(figure: Figure, axes: Axes) -> None:
+    """No text of the picture lies on another one."""
+    figure.draw_without_rendering()
+    texts = [*axes.texts, *axes.get_xticklabels(), *axes.get_yticklabels(), axes.xaxis.label, axes.title]
+    boxes = [(t.get_text(), t.get_window_extent()) for t in texts if t.get_text()]
+    for n, (text, box) in enumerate(boxes):
+        assert [other for other, at in boxes[:n] if box.overlaps(at)] == [], text
+
+
+STAGES = (Stage(layers=(0, 3), machines=("desk",)), Stage(layers=(3, 4), machines=("tower",)))
+SWARM = Prediction(strategy="swarm", runnable=True, tokens_per_s=10, stages=STAGES)
+
+
+def test_each_strategy_has_a_bar_and_the_layout_is_that_of_the_recommended_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages = (Stage(layers=(0, 3), machines=("desk",)), Stage(layers=(3, 4), machines=("tower",)))
-    swarm = Prediction(strategy="swarm", runnable=True, tokens_per_s=10, stages=stages)
-    rows = drawn(
+    message, bars, layout = drawn(
         tmp_path,
         monkeypatch,
-        swarm.model_copy(update={"strategy": "hub"}),
-        swarm.model_copy(update={"strategy": "pipeline", "schedule": "1f1b"}),
-        swarm.model_copy(update={"problem": "no room"}),
-        swarm.model_copy(update={"churned_tokens_per_s": 5.0}),
+        SWARM.model_copy(update={"strategy": "hub", "runnable": False}),
+        SWARM.model_copy(update={"strategy": "pipeline", "schedule": "1f1b", "tokens_per_s": 4}),
+        SWARM.model_copy(update={"strategy": "swap", "problem": "no room"}),
+        SWARM.model_copy(update={"tokens_per_s": 60.0, "churned_tokens_per_s": 50.0}),
     )
-    titles = [row[0].split(":")[0] for row in rows]
-    assert titles == ["swarm, recommended", "hub", "pipeline, 1F1B"], "the recommended one first, all that are possible"
-    assert "5 while machines leave" in rows[0][0]
-    assert any(
-        text.splitlines() == ["\N{RIGHTWARDS ARROW} 100 Mb/s, 15 ms", "\N{LEFTWARDS ARROW} 40 Mb/s, 15 ms"]
-        for text in rows[0]
-    )
+    assert message == "Use swarm: 50 tokens/s with 2 machines in 2 stages"
+    assert bars == [
+        "50, recommended",
+        "10, cannot run yet",
+        "4",
+        "not possible",
+        "swarm",
+        "hub",
+        "pipeline, 1F1B",
+        "swap",
+    ]
+    assert layout[:4] == ["1", "1", "anna\n1 x RTX 4090", "ben\n1 x RTX 3090"]
+    assert "slowest link: anna to ben, 100 Mb/s, 15 ms" in layout[4].replace("\n", " ")
+    assert "back 40 Mb/s" in layout[4].replace("\n", " "), "both directions"
+
+
+def test_many_stages_have_labels_that_do_not_touch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = tuple(Stage(layers=(n, n + 1), machines=("desk", "tower")) for n in range(16))
+    message, _, _ = drawn(tmp_path, monkeypatch, SWARM.model_copy(update={"stages": stages}))
+    assert message.endswith("in 16 stages")
+    drawn(tmp_path, monkeypatch, SWARM.model_copy(update={"stages": stages[:6]}))
 
 
 def test_a_machine_alone_is_no_empty_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Prediction(
         strategy="swap", runnable=True, tokens_per_s=10, stages=(Stage(layers=(0, 4), machines=("desk",)),)
     )
-    (row,) = drawn(tmp_path, monkeypatch, alone)
-    assert row[1:] == ["1", "RTX 4090"]
+    message, _, layout = drawn(tmp_path, monkeypatch, alone)
+    assert message == "Use swap: 10 tokens/s with 1 machine in 1 stage"
+    assert layout == ["1", "anna\n1 x RTX 4090", "1 machine without work in this plan"]
+
+
+def test_a_picture_of_another_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MuletrainError, match=r"plan.jpg: the name must end in .png or .svg"):
+        check_pictures([tmp_path / "plan.jpg"])

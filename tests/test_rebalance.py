@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muletrain.clock import LoopClock
+from muletrain.errors import PeerUnreachable
 from muletrain.policy.assignment import Load, Move, View
 from muletrain.policy.rebalance import by_queue, by_throughput
+from muletrain.runtime.members.rebalancing import Rebalancer
+
+from .virtual import virtually
 
 HORIZON_S = 600.0
 
@@ -240,3 +249,77 @@ def test_peers_that_are_alike_may_be_counted_instead_of_listed(data: st.DataObje
         moves = by_throughput(many, 100.0, exchange=exchange)
         assert by_throughput(few, 100.0, exchange=exchange) == tuple(replace(m, peer=m.peer[:3]) for m in moves)
     assert [(m.source, m.target) for m in by_queue(few)] == [(m.source, m.target) for m in by_queue(many)]
+
+
+# Weights beside the state ---------------------------------------------------------------------------------------------
+
+
+def test_a_move_waits_for_weights_that_the_mover_lacks() -> None:
+    """While these come nothing changes, so what takes as long as the horizon is no gain."""
+    before = equal(1, 3)
+    (move,) = by_throughput(before, HORIZON_S)
+    slow = {p: replace(load, prepares_s=(2 * HORIZON_S, 0.0)) for p, load in before.loads.items()}
+    assert by_throughput(replace(before, loads=slow), HORIZON_S) == ()
+    soon = {p: replace(load, prepares_s=(HORIZON_S / 2, 0.0)) for p, load in before.loads.items()}
+    assert by_throughput(replace(before, loads=soon), HORIZON_S) == (move,)
+    costly = equal(1, 3, copy_s=0.3 * HORIZON_S)
+    assert by_throughput(costly, HORIZON_S), "the copying alone would be worth it"
+    late = {p: replace(load, prepares_s=(0.8 * HORIZON_S, 0.0)) for p, load in costly.loads.items()}
+    assert by_throughput(replace(costly, loads=late), HORIZON_S) == ()
+
+
+class Slow:
+    """A mover that lacks weights of each other stage."""
+
+    def __init__(self, clock: LoopClock, problem: str = "") -> None:
+        self._clock, self._problem, self.done, self.moved = clock, problem, False, list[int | None]()
+
+    def load(self) -> int:
+        return 0
+
+    def fits(self, stage: int) -> bool:
+        return True
+
+    def prepares_s(self, stage: int) -> float:
+        return 0.0 if self.done else 7.0
+
+    async def prepare(self, stage: int) -> None:
+        await self._clock.sleep(7.0)
+        if self._problem:
+            raise PeerUnreachable(self._problem)
+        self.done = True
+
+    def move(self, stage: int | None) -> None:
+        self.moved.append(stage)
+
+
+@pytest.mark.parametrize("problem", ["", "nobody gives them"])
+def test_a_peer_serves_on_while_the_weights_come(problem: str) -> None:
+    """It announces again and again where it goes, moves once they are there, and stays if nobody has them."""
+    clock, said, events = LoopClock(), list[dict[str, object]](), list[object]()
+
+    async def announce(key: str, value: bytes, kept_s: float) -> None:
+        said.append(json.loads(value))
+
+    own = SimpleNamespace(stage=1, id="me", name="me")
+    roster = SimpleNamespace(own=own, genesis=SimpleNamespace(run_id="run", coordinator="other"))
+    plan = SimpleNamespace(rebalance_s=2.0, stages=2)
+    net = SimpleNamespace(announce=announce, peer_id="me")
+    ctx: Any = SimpleNamespace(
+        roster=roster,
+        plan=plan,
+        net=net,
+        clock=clock,
+        emit=events.append,
+        spawn=lambda work, name: asyncio.get_running_loop().create_task(work, name=name),
+    )
+
+    async def scenario() -> None:
+        begun = clock.now()
+        assert await Rebalancer(ctx, Slow(clock, problem))._prepared(0) == (None if problem else 0)
+        assert clock.now() - begun == pytest.approx(7.0)
+
+    virtually(scenario())
+    assert [(a["stage"], a["coming"]) for a in said] == [(0, True)] * 4
+    assert said[0]["prepares_s"] == [7.0, 7.0]
+    assert [type(e).__name__ for e in events] == (["MoveRefused"] if problem else [])

@@ -171,8 +171,10 @@ def test_ctrl_c_is_answered_above_the_live_view_and_the_report_says_how_to_go_on
     report(session)
     session.close()
     assert "  stopped" in plain_line(session.view)
-    assert f"muletrain run --resume {tmp_path}   # go on after step 0 of 9" in screen.getvalue()
-    assert "0 of 9 steps, 0 tokens in 0 ms: no step was completed (stopped by the user)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"next     muletrain run --resume {tmp_path}   # go on after step 0 of 9\n" in out
+    assert "0 of 9 steps, 0 tokens in 0 ms: no step was completed (stopped by the user)" in out
+    assert "0 of 9 steps" in (tmp_path / "report.txt").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
@@ -205,7 +207,7 @@ def test_a_run_that_learned_nothing_gives_no_advice_as_after_a_success(
         session.check()
     session.close()
     out = capsys.readouterr().out
-    assert f"checkpoint   {tmp_path / 'gone'}" in out.replace("\n", "")
+    assert f"files    {tmp_path}: gone, report.txt" in out
     for advice in ("muletrain generate", "muletrain export", "--resume"):
         assert (advice in out) == (code == 0)
 

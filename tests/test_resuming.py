@@ -1,4 +1,4 @@
-"""What may change when a run is resumed: one table, which the check and docs/runs.md share."""
+"""What may change when a run is resumed: one table, which the check and docs/howto/resume.md share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from muletrain.runs.resuming import TABLE, as_markdown, changes, checked, contin
 if TYPE_CHECKING:
     from muletrain.data.samples import Data
 
-DOCS = Path(__file__).parent.parent / "docs" / "runs.md"
+DOCS = Path(__file__).parent.parent / "docs" / "howto" / "resume.md"
 
 
 class Corpus:
@@ -67,7 +67,7 @@ def test_each_rule_is_about_fields_that_exist_and_each_field_has_a_rule() -> Non
 )
 def test_another_model_is_refused_with_both_values(override: str) -> None:
     field, _, value = override.partition("=")
-    with pytest.raises(ConfigError, match=rf"{field} \(.* before, \"?{value}\"? now\).*docs/runs.md"):
+    with pytest.raises(ConfigError, match=rf"{field} \(.* before, \"?{value}\"? now\).*docs/howto/resume.md"):
         goes_on(checkpoint_of(), override)
 
 

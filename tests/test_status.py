@@ -248,3 +248,24 @@ def test_a_stop_of_a_run_that_has_ended_is_no_error(
         log.emit(RunFinished(steps=9, seconds=1.0, reason="all steps done"))
     stop_run(None)
     assert capsys.readouterr().out == "the run has ended\n"
+
+
+def test_many_peers_are_a_line_for_each_stage_unless_all_are_asked_for() -> None:
+    down = [{"id": "id-of-3", "name": "p3", "stage": 0}, {"id": "gone", "name": "gone", "stage": 1}]
+    read = [
+        Announced.read(f"id-of-{n}", announced(name=f"p{n}", stage=n % 2, step=4, down=down if n == 0 else []))
+        for n in range(40)
+    ]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(status_of([p for p in read if p is not None], ()))
+    short = console.file.getvalue()  # type: ignore[attr-defined]
+    console.print(status_of([p for p in read if p is not None], (), verbose=True))
+    whole = console.file.getvalue()[len(short) :]  # type: ignore[attr-defined]
+    rows = [" ".join(line.split()) for line in short.splitlines()]
+    assert rows[2:] == [
+        "0 20 20 serving 4",
+        "1 20 19 serving, 1 suspected, 1 gone 4",
+        "2 0 no recent announcement -",
+        "--verbose lists each peer",
+    ]
+    assert sum("serving" in line for line in whole.splitlines()) == 39

@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 
 from muletrain.cli.show.console import RunView, final_report, plain_line
-from muletrain.cli.show.final_report import improvement
 from muletrain.cli.show.status import Announced, status_of
 from muletrain.data.microbatch import IGNORE, HeldoutSource, heldout_batches
 from muletrain.errors import DataError, Malformed
@@ -295,7 +294,7 @@ def test_the_report_and_the_views_show_held_out_losses() -> None:
     assert ["290", "3.100", "22.2"] in rows
     assert sum(len(row) == 3 and row[0].isdigit() for row in rows) == 12
     assert ["before", "training", "4.605", "100.0", "better", "by", "1.605", "nats"] in rows
-    assert improvement(quality) == "held-out loss 4.605 before training, 3.000 after (perplexity 100.0, 20.1)"
+    assert "held-out loss 3.000 (before training 4.605), perplexity 20.1" in out.getvalue()
 
 
 def test_status_shows_the_last_held_out_loss() -> None:

@@ -196,7 +196,7 @@ def test_a_run_with_planned_pipelines_is_not_simulated_as_another_strategy(tmp_p
     (tmp_path / "fleet.toml").write_text('[[machines]]\nname = "m"\ncount = 4\ndevice = "T4"\n')
     given = [*TINY, "fleet.stages=2", 'pipeline.seats=[["m-0", "m-1"], ["m-2", "m-3"]]']
     with pytest.raises(ConfigError) as refused:
-        what_if(tmp_path / "fleet.toml", None, None, given, hours=1.0, seed=0, plot=None, json=True)
+        what_if(tmp_path / "fleet.toml", None, None, given, hours=1.0, seed=0, plot=(), json=True)
     assert "plays strategies swarm, swap, hub only" in str(refused.value)
     assert "'muletrain plan'" in str(refused.value)
 
@@ -208,7 +208,7 @@ def test_machines_that_swap_the_whole_model_are_simulated(tmp_path: Path, capsys
     given = ["model.preset=gpt3-125m", "model.context=512", "train.batch=64"]
     for strategy, stages in (("swarm", "stage"), ("swap", "in 1 stage,")):
         code = what_if(
-            tmp_path / "fleet.toml", None, None, given, hours=0.5, seed=0, plot=None, json=False, choice=strategy
+            tmp_path / "fleet.toml", None, None, given, hours=0.5, seed=0, plot=(), json=False, choice=strategy
         )
         assert code == 0
         shown = " ".join(capsys.readouterr().out.split())
@@ -220,7 +220,7 @@ def test_machines_that_swap_the_whole_model_are_simulated(tmp_path: Path, capsys
 def test_the_same_seed_gives_the_same_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
     for seed in (3, 3, 4):
-        what_if(None, None, None, [], hours=1.0, seed=seed, plot=None, json=True)
+        what_if(None, None, None, [], hours=1.0, seed=seed, plot=(), json=True)
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != outputs[2]
 

@@ -14,7 +14,7 @@ from tests.tiny_fleets import PACED, TINY
 
 
 def test_without_a_file_the_example_is_played_and_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    what_if(None, None, None, [], hours=0.1, seed=0, plot=tmp_path / "out.png", json=False)
+    what_if(None, None, None, [], hours=0.1, seed=0, plot=[tmp_path / "out.png"], json=False)
     text = capsys.readouterr().out
     assert str(EXAMPLE) in text.replace("\n", "")
     for word in (
@@ -33,7 +33,7 @@ def test_without_a_file_the_example_is_played_and_named(capsys: pytest.CaptureFi
 
 
 def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    what_if(EXAMPLE, None, "llama-7b", ["train.batch=512"], hours=0.2, seed=0, plot=None, json=True)
+    what_if(EXAMPLE, None, "llama-7b", ["train.batch=512"], hours=0.2, seed=0, plot=(), json=True)
     said = json.loads(capsys.readouterr().out)
     assert (said["stages"], said["machines"], said["left_out"]) == (11, 44, [])
     assert said["tokens_per_s"] > 0
@@ -48,7 +48,7 @@ def test_one_machine_has_no_traffic_to_show(capsys: pytest.CaptureFixture[str], 
     (tmp_path / "fleet.toml").write_text(PACED.replace("count = 4", "count = 1"))
     plot = tmp_path / "out.png"
     overrides = [*TINY, "fleet.stages=1", "train.batch=4"]
-    what_if(tmp_path / "fleet.toml", None, None, overrides, hours=0.1, seed=0, plot=plot, json=False)
+    what_if(tmp_path / "fleet.toml", None, None, overrides, hours=0.1, seed=0, plot=[plot], json=False)
     assert "traffic" not in capsys.readouterr().out
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -56,11 +56,11 @@ def test_one_machine_has_no_traffic_to_show(capsys: pytest.CaptureFixture[str], 
 def test_moves_are_no_losses_to_recover_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text(HOMES)
     options = (tmp_path / "fleet.toml", None, "gpt3-350m", ["train.batch=512", "fleet.stages=4"])
-    what_if(*options, hours=2.0, seed=0, plot=None, json=True)
+    what_if(*options, hours=2.0, seed=0, plot=(), json=True)
     said = json.loads(capsys.readouterr().out)
     assert said["events"]["moved"] > 0
     assert (said["recoveries_s"], said["not_recovered"]) == ([], False)
-    what_if(*options, hours=2.0, seed=0, plot=None, json=False)
+    what_if(*options, hours=2.0, seed=0, plot=(), json=False)
     text = " ".join(capsys.readouterr().out.split())
     assert "machines none came or went" in text
     assert f"moves between stages {said['events']['moved']}" in text
@@ -68,7 +68,7 @@ def test_moves_are_no_losses_to_recover_from(capsys: pytest.CaptureFixture[str],
 
 
 def test_machines_without_room_are_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:
-    what_if(EXAMPLE, None, "llama-7b", ["fleet.stages=4", "swap.backing=off"], hours=0.2, seed=0, plot=None, json=False)
+    what_if(EXAMPLE, None, "llama-7b", ["fleet.stages=4", "swap.backing=off"], hours=0.2, seed=0, plot=(), json=False)
     said = capsys.readouterr().out
     assert "left out: 'spot-east'" in said
     assert "left out: 'lab'" not in said
@@ -127,5 +127,5 @@ def test_a_fleet_that_cannot_work(tmp_path: Path, text: str, overrides: list[str
     file = tmp_path / "fleet.toml"
     file.write_text(text)
     with pytest.raises(MuletrainError) as caught:
-        what_if(file, None, None, overrides, hours=0.1, seed=0, plot=None, json=True)
+        what_if(file, None, None, overrides, hours=0.1, seed=0, plot=(), json=True)
     assert said in str(caught.value)

@@ -18,7 +18,10 @@ The package reads top-down; imports run downwards only (enforced by ``tests/test
 =============================  =====================================================================
 """
 
-__version__ = "0.1.0"
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    __version__: str
 
 _API = ("Run", "doctor", "evaluate", "generate", "join", "load", "plan", "simulate", "start", "train")
 
@@ -31,8 +34,15 @@ def __getattr__(name: str) -> object:
         return getattr(import_module("muletrain.api"), name)
     if name == "events":
         return import_module("muletrain.events")
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("muletrain")
+        except PackageNotFoundError:  # a source tree that is not installed
+            return "0+source"
     raise AttributeError(f"module 'muletrain' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_API]
+    return [*globals(), *_API, "__version__"]

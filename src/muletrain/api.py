@@ -327,6 +327,7 @@ def train(
     wait: bool = True,
     show: bool = True,
     strategy: str | None = None,
+    metrics: int | str | None = None,
     **sections: Mapping[str, Any],
 ) -> Run:
     """Train with peers on this machine, as ``muletrain run`` does.
@@ -342,11 +343,13 @@ def train(
     the section, of which ``path`` and ``validation`` may be such objects.
 
     Further ``sections`` as in the file: ``adapter={"rank": 16}, train={"epochs": 2}``. ``wait``: return at the end of the
-    run. ``show``: show progress. ``strategy``: as ``--strategy``. Raises MuletrainError, before anything starts if the
-    settings or the data cannot be used.
+    run. ``show``: show progress. ``strategy``: as ``--strategy``. ``metrics``: port or 'HOST:PORT' that serves metrics for
+    Prometheus, as ``--metrics``; 0: any free port. Raises MuletrainError, before anything starts if the settings or the data
+    cannot be used.
     """
     given = Given("run", config, model, data, tokenizer, sections)
-    run = Run(["run", *given.arguments, *(["--strategy", strategy] if strategy else [])], show=show, given=given)
+    more = [*(["--strategy", strategy] if strategy else []), *_served(metrics)]
+    run = Run(["run", *given.arguments, *more], show=show, given=given)
     return run.wait() if wait else run
 
 
@@ -360,6 +363,7 @@ def start(
     announce: Iterable[str] = (),
     name: str | None = None,
     show: bool = True,
+    metrics: int | str | None = None,
     **sections: Mapping[str, Any],
 ) -> Run:
     """Begin a run on several machines, as ``muletrain start`` does; returns once ``Run.ticket`` is known.
@@ -367,10 +371,10 @@ def start(
     ``config``, ``model``, ``data``, ``tokenizer``, ``sections``: see ``train``; but a module or a dataset of (input, target)
     comes from a package that is installed on each machine (``model={"factory": "mypackage.models:build"}``), since code goes
     over no network. ``port``: TCP port; 0: any free one. ``announce``: addresses that other machines dial. ``name``: of this
-    machine in the run. Raises MuletrainError.
+    machine in the run. ``metrics``: see ``train``. Raises MuletrainError.
     """
     given = Given("start", config, model, data, tokenizer, sections)
-    command = ["start", *given.arguments, "--port", str(port)]
+    command = ["start", *given.arguments, "--port", str(port), *_served(metrics)]
     for address in announce:
         command += ["--announce", address]
     run = Run([*command, *([] if name is None else ["--name", name])], show=show, given=given)
@@ -400,19 +404,25 @@ def load(where: str | Path, *, factory: Iterable[str] = ()) -> Checkpoint:
 
 
 def generate(
-    where: str | Path, prompt: str, *, tokens: int = 100, temperature: float = 0.8, chat: bool | None = None
+    where: str | Path,
+    prompt: str,
+    *,
+    tokens: int = 100,
+    temperature: float = 0.8,
+    chat: bool | None = None,
+    source: str | Path | None = None,
 ) -> str:
     """The text with which a trained model goes on after ``prompt``, or answers it (see ``muletrain generate``).
 
     ``where``: as for ``load``. ``tokens``: most new ones. ``temperature``: 0 always takes the likeliest token. ``chat``:
-    answer by the chat template, or continue the text; default: as the model was trained. Raises MuletrainError.
+    answer by the chat template, or continue the text; default: as the model was trained. ``source``: the folder of
+    ``model.from`` if it moved. Raises MuletrainError.
     """
     from muletrain.runs.result import write
 
     checkpoint = load(where)
-    return write(
-        checkpoint, checkpoint.writer(), prompt, chat=chat, max_tokens=tokens, temperature=temperature, top_k=40
-    )
+    model = checkpoint.writer(None if source is None else Path(source))
+    return write(checkpoint, model, prompt, chat=chat, max_tokens=tokens, temperature=temperature, top_k=40)
 
 
 def evaluate(
@@ -422,15 +432,16 @@ def evaluate(
     include: str | Path | None = None,
     fewshot: int | None = None,
     limit: int | None = None,
+    source: str | Path | None = None,
 ) -> list[dict[str, Any]]:
     """The scores of ``muletrain eval --tasks``, by lm-eval: 'task', 'metric', 'value', 'error' (standard error or None),
     'shots' and 'samples' (questions).
 
     ``where``: a run folder, a checkpoint, a Hugging Face folder or name, an adapter of peft. ``include``: folder with YAML
-    files of your own tasks. ``fewshot``: examples before each question. ``limit``: most questions of each task. Raises
-    MuletrainError.
+    files of your own tasks. ``fewshot``: examples before each question. ``limit``: most questions of each task.
+    ``source``: the folder of ``model.from`` if it moved. Raises MuletrainError.
     """
-    given = {"--include": include, "--fewshot": fewshot, "--limit": limit}
+    given = {"--include": include, "--fewshot": fewshot, "--limit": limit, "--source": source}
     more = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     found: dict[str, Any] = json.loads(_command("eval", str(where), "--tasks", ",".join(tasks), *more, "--json"))
     scores: list[dict[str, Any]] = found["scores"]
@@ -463,10 +474,17 @@ def simulate(
 ) -> dict[str, Any]:
     """The outcome of ``muletrain simulate fleet --json``: ``hours`` of training on the machines of a fleet file, in a virtual
     world. ``model``, ``batch``, ``sections``: as for ``plan``. Raises MuletrainError."""
-    more = [*([] if model is None else ["--model", model]), *([] if batch is None else ["--batch", str(batch)])]
+    more = [
+        *([] if model is None else ["--model", model]),
+        *([] if batch is None else ["--set", f"train.batch={batch}"]),
+    ]
     more += [] if hours is None else ["--hours", str(hours)]
     found: dict[str, Any] = json.loads(_command("simulate", "fleet", str(fleet), *more, *sets(sections), "--json"))
     return found
+
+
+def _served(metrics: int | str | None) -> list[str]:
+    return [] if metrics is None else ["--metrics", str(metrics)]
 
 
 def _factories() -> list[str]:

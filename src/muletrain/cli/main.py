@@ -16,7 +16,6 @@ from typing import Annotated
 
 import typer
 
-from muletrain import __version__
 from muletrain.cli.commands.dashboard import dashboard
 from muletrain.cli.commands.plan_command import plan
 from muletrain.cli.commands.prepare import config, data, doctor, profile, trace
@@ -46,6 +45,29 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
 }
 """Commands by the headings of the help."""
 
+EXAMPLES = {
+    "run": "muletrain run --set train.steps=60 --chaos 'kill stage1@step30'",
+    "start": "muletrain start my.toml --port 4000",
+    "join": "muletrain join TICKET --data corpus.jsonl --hours 8",
+    "dashboard": "muletrain dashboard runs/one runs/two",
+    "status": "muletrain status",
+    "stop": "muletrain stop",
+    "kick": "muletrain kick lab-pc-3f2a",
+    "ticket": "muletrain ticket",
+    "config": "muletrain config > my.toml",
+    "data": "muletrain data chat.jsonl --set data.loss_on=last",
+    "doctor": "muletrain doctor my.toml --ticket TICKET",
+    "plan": "muletrain plan fleet.toml --model llama-7b --plot plan.svg",
+    "trace": "muletrain trace Qwen/Qwen3-0.6B --out blocks",
+    "profile": "muletrain profile llama-7b --device cuda --plot blocks.svg",
+    "eval": "muletrain eval runs/FOLDER",
+    "generate": "muletrain generate runs/FOLDER 'If the' --tokens 50",
+    "export": "muletrain export runs/FOLDER --hf my-model",
+    "fleet": "muletrain simulate fleet fleet.toml --model llama-7b --hours 24 --plot day.svg",
+    "calibrate": "muletrain simulate calibrate runs/FOLDER --out costs.toml",
+}
+"""An example for the help of each command."""
+
 LEAVE_S = 1.0
 """Longest wait for each thread at the end of a command [s]."""
 
@@ -67,7 +89,8 @@ def _add(to: typer.Typer, name: str, command: Callable[..., None], panel: str | 
     """The help is the docstring, as paragraphs that the terminal wraps."""
     paragraphs = (command.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    to.command(name, cls=Command, help=text, rich_help_panel=panel)(command)
+    example = f"[dim]Example:[/] {EXAMPLES[name]}"
+    to.command(name, cls=Command, help=text, epilog=example, rich_help_panel=panel)(command)
 
 
 for _panel, _commands in PANELS.items():
@@ -80,6 +103,8 @@ app.add_typer(simulate, name="simulate", rich_help_panel="Prepare")
 
 def _version(asked: bool) -> None:
     if asked:
+        from muletrain import __version__
+
         print(f"muletrain {__version__}")
         raise typer.Exit
 

@@ -160,6 +160,8 @@ QUALITY_HELP = (
     "measured (docs/swarm.md). Repeatable."
 )
 
+PICTURE_HELP = "A .png or .svg; a name such as OUT.dark.svg gives a dark picture. Repeatable. Needs: pip install 'muletrain[plots]'"
+
 # Output ---------------------------------------------------------------------------------------------------------------
 
 Trace = Annotated[
@@ -175,7 +177,7 @@ MetricsAddress = Annotated[
         "--metrics",
         metavar="PORT",
         help="Serve metrics for Prometheus on this port of the loopback address, or on HOST:PORT; 0 takes any free port. "
-        "Needs: pip install 'muletrain[metrics]'",
+        "Needs: pip install 'muletrain\\[metrics]'",
     ),
 ]
 DashboardPort = Annotated[
@@ -198,3 +200,11 @@ DashboardHost = Annotated[
 LOOPBACK = "127.0.0.1"
 JsonLines = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]
 JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="Print the report's tables of peers and bytes, too; report.txt in the run folder has them.",
+    ),
+]

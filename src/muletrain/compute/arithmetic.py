@@ -148,9 +148,9 @@ class StageArithmetic:
         """The stage with the weights that ``step`` computes with."""
         return self._versions[self._version(step)]
 
-    def _run(self, mb: Microbatch, inputs: Tensor) -> Tensor:
+    def _run(self, mb: Microbatch, inputs: Tensor, positions: Tensor | None) -> Tensor:
         """fp32 output of ``mb``."""
-        output: Tensor = self.module(mb.step)(inputs, self._masks(mb)).float()
+        output: Tensor = self.module(mb.step)(inputs, self._masks(mb), positions=positions).float()
         return output
 
     def _masks(self, mb: Microbatch) -> Masks | None:
@@ -158,15 +158,17 @@ class StageArithmetic:
 
     # Microbatches ----------------------------------------------------------------------------------------------------
 
-    def forward(self, mb: Microbatch, inputs: Tensor, stash: bool) -> tuple[Kept, Tensor]:
+    def forward(
+        self, mb: Microbatch, inputs: Tensor, stash: bool, positions: Tensor | None = None
+    ) -> tuple[Kept, Tensor]:
         """Compute ``mb``. Returns the inputs of backward (with the graph if ``stash``), and the output, fp32 on the
         device."""
         leaf = self._leaf(inputs)
         with self._timed("forward_s"), torch.set_grad_enabled(stash):
-            output = self._run(mb, leaf)
+            output = self._run(mb, leaf, positions)
             result = output.detach().contiguous()
         self._timed.finish()
-        return Kept(leaf, output if stash else None, tuple(output.shape)), result
+        return Kept(leaf, output if stash else None, tuple(output.shape), positions), result
 
     def backward(self, mb: Microbatch, kept: Kept, grad: Tensor, accumulate: bool) -> tuple[Gradients, Tensor | None]:
         """Differentiate ``mb``. Returns the gradients of ``differentiate``."""
@@ -175,7 +177,7 @@ class StageArithmetic:
         self.counters.recomputed += kept.output is None or self.module(mb.step).by_block
         if kept.output is None:
             with self._timed("recompute_s"), torch.enable_grad():
-                kept.output = self._run(mb, kept.inputs)
+                kept.output = self._run(mb, kept.inputs, kept.positions)
         with self._timed("backward_s"):
             seed = grad.to(self.setup.device) * self.scale.of(mb.step)
             found = self.differentiate(mb, kept.output, kept.inputs, seed, accumulate)
@@ -183,7 +185,13 @@ class StageArithmetic:
         return found
 
     def loss_backward(
-        self, mb: Microbatch, inputs: Tensor, targets: Tensor, accumulate: bool, weight: float | None = None
+        self,
+        mb: Microbatch,
+        inputs: Tensor,
+        targets: Tensor,
+        accumulate: bool,
+        weight: float | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[float, Gradients, Tensor | None]:
         """Compute and differentiate ``mb``. Returns the mean loss [nats/token] (of a part: the share of the
         microbatch's), and the gradients of ``differentiate``. ``weight``: see ``checks.weighed``; with it, targets of
@@ -192,7 +200,7 @@ class StageArithmetic:
             checks.check_sample_values("targets", targets, self.spec.vocab + (mb.heldout or weight is not None))
         leaf, targets = self._leaf(inputs), targets.to(self.setup.device)
         with self._timed("forward_s"), torch.set_grad_enabled(not mb.heldout):
-            loss = self.module(mb.step).loss(leaf, targets, self._masks(mb), self.scale.of(mb.step))
+            loss = self.module(mb.step).loss(leaf, targets, self._masks(mb), self.scale.of(mb.step), positions)
             if weight is not None and not mb.heldout:
                 loss = loss * weight
             elif mb.whole:
@@ -420,6 +428,8 @@ class Kept:
     output: Tensor | None
     shape: tuple[int, ...]
     """The output's."""
+    positions: Tensor | None = None
+    """See ``StageModule.forward``."""
 
 
 class Stash:

@@ -123,10 +123,12 @@ class Compute(Protocol):
         """Updates skipped in a row, up to the last one. The count is part of the state."""
         ...
 
-    async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
+    async def forward(
+        self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE, positions: Tensor | None = None
+    ) -> Result:
         """Compute a stage before the last. ``inputs``: int64 tokens [B, T] at stage 0, else activations fp32 [B, T, D].
-        Returns activations fp32 [B, T, D]. The inputs of ``backward`` are kept until ``backward`` or ``discard``.
-        Raises ProtocolError for inputs that no correct peer sends."""
+        ``positions``: see ``StageModule.forward``. Returns activations fp32 [B, T, D]. The inputs of ``backward`` are kept
+        until ``backward`` or ``discard``. Raises ProtocolError for inputs that no correct peer sends."""
         ...
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
@@ -141,7 +143,7 @@ class Compute(Protocol):
     ) -> tuple[float, Result | None]:
         """Compute and differentiate the last stage. Returns the mean cross-entropy [nats/token] of ``targets`` int64
         [B, T], and d loss / d inputs (None at stage 0, and for a held-out microbatch). Accumulates as ``backward``
-        does."""
+        does. Positions follow from the targets (``loss.positions_in``)."""
         ...
 
     def busy_s(self, mb: Microbatch, took_s: float) -> float:

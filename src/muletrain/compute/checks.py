@@ -35,9 +35,9 @@ def check_targets(targets: Tensor, inputs: Tensor, spec: Model, sequences: int) 
 
 def check_target_values(targets: Tensor, declared: TensorType, vocab: int, *, heldout: bool) -> None:
     """Targets must be below ``vocab``, or ``vocab`` where they do not count, in held-out microbatches and where
-    ``declared`` says so."""
+    ``declared`` says so, and ``vocab + 1`` where it says that they may be ``apart``."""
     if declared.column:
-        check_sample_values("targets", targets[:, :-1], vocab + 1)
+        check_sample_values("targets", targets[:, :-1], vocab + 1 + declared.apart)
     else:
         check_sample_values("targets", targets, vocab + heldout)
 
@@ -49,16 +49,25 @@ def weighed(
     ``microbatches`` of the batch (or the sum over parts) is that over all targets that count in the batch; None: all
     count.
 
-    ``targets``: int64 [B, T] for T ``tokens``, or [B, T + 1] where some are ``vocab`` and do not count, and the last column
+    ``targets``: int64 [B, T] for T ``tokens``, or [B, T + 1] where some are ``vocab`` or more and do not count, and the last column
     holds how many do in the batch; all count of targets that are not ``declared`` as tokens. Raises ProtocolError for a
     column that cannot be."""
     if declared.shape is not None or targets.dim() != 2 or targets.shape[1] != tokens + 1:
         return targets, None
     targets, column = targets[:, :-1].contiguous(), targets[:, -1]
-    here, (least, most) = int((targets != vocab).sum()), (int(bound) for bound in torch.aminmax(column))
+    here, (least, most) = int((targets < vocab).sum()), (int(bound) for bound in torch.aminmax(column))
     if least != most or not max(1, here) <= most:
         raise ProtocolError(f"targets: {here} count here, and {least} to {most} in the batch")
     return targets, here * microbatches / most
+
+
+def check_positions(positions: Tensor | None, inputs: Tensor) -> None:
+    """Positions, if any, must be int64 [B, T], each below T, for ``inputs`` of these tokens."""
+    if positions is None:
+        return
+    if positions.dtype != torch.int64 or positions.shape != inputs.shape[:2]:
+        raise ProtocolError(f"positions: {positions.dtype} {tuple(positions.shape)} for inputs {tuple(inputs.shape)}")
+    check_sample_values("positions", positions, positions.shape[1])
 
 
 def check_activation_shape(x: Tensor, spec: Model, sequences: int) -> None:

@@ -44,8 +44,12 @@ class PacedCompute(WrappedCompute):
         self._busy_until = float("-inf")
         self._real_s: dict[str, float] = {}
 
-    async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
-        return await self._paced(turn, "forward", mb.share(len(inputs)), partial(self.inner.forward, mb, inputs))
+    async def forward(
+        self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE, positions: Tensor | None = None
+    ) -> Result:
+        return await self._paced(
+            turn, "forward", mb.share(len(inputs)), partial(self.inner.forward, mb, inputs, positions=positions)
+        )
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
         work = partial(self.inner.backward, mb, grad, accumulate=accumulate)

@@ -26,6 +26,7 @@ from muletrain.compute.estimate import stash_bytes
 from muletrain.compute.results import PIECE, Result, staging_for
 from muletrain.compute.slot import AT_ONCE, Slot, Turn
 from muletrain.compute.threads import ThreadedCompute, Threads, passed
+from muletrain.model.loss import positions_in
 from muletrain.model.make import make_stage
 
 if TYPE_CHECKING:
@@ -91,14 +92,17 @@ class TorchCompute(ThreadedCompute):
 
     # Forward and backward -------------------------------------------------------------------------------------------
 
-    async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
+    async def forward(
+        self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE, positions: Tensor | None = None
+    ) -> Result:
         self._check_shape(inputs)
+        checks.check_positions(positions, inputs)
         async with self._bringing((inputs, self._check_inputs)) as (there,), self._slot(turn):
             samples = self.stage == 0 and self._spec.inputs.shape is not None
             length = 1 if samples else inputs.shape[1]
             reserved = 0 if mb.heldout else self._stash.reserve(inputs.shape[0] * length)
             try:
-                kept, output = await self._compute(taken(self.arithmetic.forward), mb, there, reserved > 0)
+                kept, output = await self._compute(taken(self.arithmetic.forward), mb, there, reserved > 0, positions)
             except BaseException:
                 self._stash.release(reserved)
                 raise
@@ -129,10 +133,12 @@ class TorchCompute(ThreadedCompute):
         declared, vocab = self._spec.targets, self._spec.vocab
         targets, weight = checks.weighed(targets, declared, inputs.shape[1], vocab, self._microbatches)
         checks.check_targets(targets, inputs, self._spec, self._sequences)
-        vocab += mb.heldout or weight is not None
+        places, vocab = None, vocab + (mb.heldout or weight is not None)
+        if self._spec.apart:
+            places, targets = positions_in(targets, self._spec.vocab)
         both = (inputs, self._check_inputs), (targets, lambda t: checks.check_sample_values("targets", t, vocab))
         async with self._bringing(*both) as there, self._slot(turn):
-            work = self._compute(taken(self.arithmetic.loss_backward), mb, *there, accumulate, weight)
+            work = self._compute(taken(self.arithmetic.loss_backward), mb, *there, accumulate, weight, places)
             loss, gradients, inputs_gradient = await work
             self._commit(mb, gradients, accumulate)
         return loss, None if inputs_gradient is None else Result(inputs_gradient, self._to_host)

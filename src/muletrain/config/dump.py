@@ -15,11 +15,23 @@ from muletrain.config.schema import RunConfig
 from muletrain.config.section import Section
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
+FIRST = {
+    "model": ("preset", "from", "layers", "width", "heads", "context"),
+    "adapter": ("rank",),
+    "data": ("path", "tokenizer", "validation"),
+    "train": ("steps", "batch", "microbatch", "validate_every"),
+    "optimizer": ("name", "lr", "warmup"),
+    "fleet": ("stages", "peers"),
+    "compute": ("device", "precision", "memory"),
+    "checkpoint": ("every", "place"),
+    "logging": ("to",),
+}
+"""The fields that people change first, by section."""
 COMMENT_COLUMN = 34
 WIDTH = 120
 
@@ -38,23 +50,30 @@ def dump_toml(config: Section) -> str:
     return "\n\n".join(["\n".join(top), *tables] if top else tables) + "\n"
 
 
-def describe(kind: type[BaseModel] = RunConfig, title: str = "every value is the default") -> str:
-    """The configuration type as TOML that loads unchanged: every field with default (or an example) and comment.
+def describe(
+    kind: type[BaseModel] = RunConfig,
+    title: str = "every value is the default",
+    only: Mapping[str, Sequence[str]] | None = None,
+) -> str:
+    """The configuration type as TOML that loads unchanged: every field (or those of ``only``, by section) with default
+    (or an example) and comment.
 
     Fields that are off by default, and fields with dependent defaults, are commented out."""
     top: list[str] = [f"# {title}"]
     tables: list[str] = []
     for key, info in keys_of(kind).items():
         sub = submodel(info)
+        if only is not None and key not in only:
+            continue
         if sub is None:
             top += _described(key, info, kind)
         else:
             is_array = get_origin(info.annotation) is tuple
             doc = " ".join((sub.__doc__ or "").split())
             head = [f"# {doc}", f"[[{key}]]" if is_array else f"[{key}]"]
-            tables.append(
-                "\n".join([*head, *(line for k, i in keys_of(sub).items() for line in _described(k, i, sub))])
-            )
+            known = keys_of(sub)
+            names = known if only is None else only[key]
+            tables.append("\n".join([*head, *(line for k in names for line in _described(k, known[k], sub))]))
     return "\n\n".join(["\n".join(top), *tables]) + "\n"
 
 

@@ -73,6 +73,12 @@ IDLE = (
         "with data.format = 'text', in which every token counts",
         "change that",
     ),
+    Idle(
+        "model.attention",
+        lambda c: c.data.format == "text" or not c.data.pack,
+        "where each row is one text (data.format = 'text', data.pack = false)",
+        "change that",
+    ),
     Idle("data.on_error", lambda c: c.data.factory is None, "without data.factory", "set that"),
     Idle(
         "data.path data.format data.validation data.field data.tokenizer data.special_tokens data.end_token data.heldout "

@@ -78,6 +78,11 @@ class ModelConfig(Section):
     dropout: Fraction = Field(default=0.1, description="probability of dropping a residual feature in training [1]")
     rope_theta: float = Field(default=10000.0, gt=0, description="base of the rotary embedding [1]")
     norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of RMSNorm [1]")
+    attention: Literal["auto", "conversation", "row"] = Field(
+        default="auto",
+        description="tokens that a token sees where data.pack puts several conversations into one sequence: conversation = earlier "
+        "ones of its own, which has positions from 0; row = all earlier ones; auto = conversation if the architecture allows it",
+    )
     share_layers: bool = Field(default=False, description="repeat one block inside each stage (ALBERT; SWARM sec. 4.3)")
     tie: bool = Field(default=False, description="use the embedding as output matrix, too (tied weights)")
     from_: str | None = Field(
@@ -247,8 +252,8 @@ class DataConfig(Section):
     )
     pack: bool = Field(
         default=True,
-        description="put several conversations into one sequence, where each then sees those before it; false: each has a sequence "
-        "of its own, and the rest of that is padding",
+        description="put several conversations into one sequence (model.attention says what they see of each other); false: each "
+        "has a sequence of its own, and the rest of that is padding",
     )
     field: str = Field(default="text", description="column of rows (.jsonl, .json, .csv, .tsv, .parquet, Hugging Face)")
     tokenizer: str = Field(

@@ -1,7 +1,7 @@
 """The output of ``muletrain plan --json``: predictions for each strategy on a fleet, and the recommended one.
 
-``muletrain run --plan`` reads this file (``cli.actions.planned``). ``docs/plan.md`` explains every field
-(``tests/test_plan.py`` holds the two together). Times in seconds, sizes in bytes.
+``muletrain run --plan`` reads this file (``cli.actions.planned``). The reference of the documentation is made from
+the descriptions below (``scripts/reference.py``). Times in seconds, sizes in bytes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ class Split(Section):
     data_parallel_s: float = Field(
         description="additional time for averaging gradients, and for agreement at the end of a step [s]"
     )
-    bubble_s: float = Field(
-        description="idle time: pipelines that fill and drain, last pieces, layers being loaded [s]"
-    )
+    bubble_s: float = Field(description="the rest: pipelines that fill and drain, last pieces, layers being loaded [s]")
 
     @property
     def step_s(self) -> float:
@@ -37,7 +35,10 @@ class Stage(Section):
     """Consecutive layers, and the serving machines."""
 
     layers: tuple[int, int] = Field(description="first layer, and the first of the next stage")
-    machines: tuple[str, ...] = Field(description="names; with strategy pipeline, one per pipeline")
+    machines: tuple[str, ...] = Field(
+        description="names; with strategy pipeline, one per pipeline, so a machine that serves several stands there as often; with swarm, "
+        "where rebalancing comes to rest"
+    )
     clients: tuple[str, ...] = Field(
         default=(), description="strategy hub: those of the machines that are clients; the others are servers"
     )
@@ -83,7 +84,7 @@ class Prediction(Section):
     """One strategy on the fleet, with the best layout found. If there is a ``problem``, only ``strategy``, ``schedule``
     and ``runnable`` are meaningful as well."""
 
-    strategy: StrategyName
+    strategy: StrategyName = Field(description="swarm, pipeline, swap or hub")
     schedule: Literal["", "gpipe", "1f1b"] = Field(default="", description="schedule of strategy pipeline")
     runnable: bool = Field(description="whether 'muletrain run' supports it today")
     problem: str = Field(default="", description="why it is impossible on this fleet; empty: it is possible")
@@ -96,24 +97,29 @@ class Prediction(Section):
         default=(), description="stages in pipeline order; swap: one stage with all layers"
     )
     swapped: tuple[tuple[int, int], ...] = Field(default=(), description="swap: blocks that are on a device together")
-    spares: tuple[str, ...] = Field(default=(), description="machines without work, or with too little memory")
+    spares: tuple[str, ...] = Field(default=(), description="machines that have nothing to do, or no room")
     left_out: tuple[str, ...] = Field(
-        default=(), description="machines that should not join: the run is faster without them"
+        default=(),
+        description="machines that should not join, since the run is faster without them; 'run --plan' does not start them",
     )
     state_device: Literal["device", "cpu"] = Field(
-        default="device", description="cpu: stages mix devices, so the run needs optimizer.state_device = 'cpu'"
+        default="device",
+        description="cpu: a stage mixes devices, whose arithmetic may differ in the last bit, so every peer updates on "
+        "the CPU; the run takes this over, and memory and times are for it",
     )
-    step_s: float = Field(default=0.0, description="time of one step [s]")
+    step_s: float = Field(default=0.0, description="time of one step, for machines that stay [s]")
     tokens_per_s: float = Field(default=0.0, description="of machines that stay")
     churned_tokens_per_s: float | None = Field(
-        default=None, description="with the churn of the fleet file; null: it has none, and machines stay"
+        default=None,
+        description="with the churn of the fleet file (lost stages, steps taken back, states to fetch), by "
+        "which strategies are compared; null: no churn",
     )
     played_step_s: float | None = Field(
         default=None,
         description="time of one step when the production code plays it; null: not played, or see notes [s]",
     )
-    split: Split | None = None
-    memory: tuple[Memory, ...] = ()
+    split: Split | None = Field(default=None, description="parts of step_s")
+    memory: tuple[Memory, ...] = Field(default=(), description="the fullest machine of each entry of the fleet file")
     traffic: tuple[Traffic, ...] = Field(default=(), description="traffic between regions, largest first")
     price_per_billion_tokens: float | None = Field(
         default=None, description="price of the machines in use; null: the fleet file lacks a price"
@@ -131,7 +137,7 @@ class Improvement(Section):
     """A change that makes the run faster on this fleet."""
 
     change: str = Field(description="for --set", examples=["wire.gradients=int8"])
-    tokens_per_s: float
+    tokens_per_s: float = Field(description="speed with the change")
     gain: float = Field(description="0.2: 20 % faster to the same loss than the recommended strategy")
     machines: int = Field(description="machines in use with this change")
     training: str = Field(default="", description="what changes in the training itself; empty: nothing")
@@ -140,21 +146,26 @@ class Improvement(Section):
 class Plan(Section):
     """Predictions for a fleet and a model, by strategy."""
 
-    version: int = VERSION
+    version: int = Field(default=VERSION, description="version of this format")
     fleet: str = Field(description="name of the fleet")
     model: str = Field(description="preset, or 'model'")
     params: int = Field(description="size of the model [parameters]")
     batch: int = Field(description="size of a step [sequences]")
     context: int = Field(description="length of a sequence [tokens]")
-    strategies: tuple[Prediction, ...]
+    strategies: tuple[Prediction, ...] = Field(description="a prediction for each strategy")
     recommended: int | None = Field(description="index of the recommended strategy; null: none can run")
-    why: str
-    fewer: str = Field(default="", description="why the recommended strategy leaves machines out; empty: it does not")
+    why: str = Field(description="reason of the recommendation")
+    fewer: str = Field(
+        default="",
+        description="how much faster the run is without some machines, and from which batch on it no longer is; empty: all may join",
+    )
     swapping: str = Field(
         default="",
         description="machines that swap their stage in the recommended strategy, and how much faster it is with them; empty: none",
     )
-    improvements: tuple[Improvement, ...] = Field(default=(), description="changes of the run that give 5 % more")
+    improvements: tuple[Improvement, ...] = Field(
+        default=(), description="changes of the run that give 5 % more or better"
+    )
     without_work: tuple[str, ...] = Field(
         default=(), description="machines without work in the recommended strategy, and why"
     )

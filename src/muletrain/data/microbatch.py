@@ -21,8 +21,11 @@ TokenArray = npt.NDArray[np.integer]
 UintArray = npt.NDArray[np.uint64]
 
 IGNORE = -100  # target that no loss counts (torch's default ignore_index)
+BEGUN = IGNORE - 1  # such a target, which begins a conversation
 SILENT = 1 << 31
 """Mark of a stored token that does not count as a target."""
+BEGINS = 1 << 30
+"""Mark of a stored token that begins a conversation, or the padding, in a row of several."""
 
 _LENGTH_MULTIPLE = 8  # lengths are rounded to multiples, for the sake of tensor cores
 ROUNDS = 8  # of the permutation; the classical result needs 4, small domains deserve more
@@ -42,7 +45,12 @@ def sequence_length(step: int, context: int, start: int | None, warmup: int) -> 
 def unmarked(tokens: TokenArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
     """Token ids, and whether each counts as a target."""
     wide = np.asarray(tokens, dtype=np.int64)
-    return wide & (SILENT - 1), wide < SILENT
+    return wide & (BEGINS - 1), wide < SILENT
+
+
+def begins(tokens: TokenArray) -> npt.NDArray[np.bool_]:
+    """Does each stored token begin a conversation?"""
+    return np.asarray(tokens, dtype=np.int64) & BEGINS > 0
 
 
 class MicrobatchSource:
@@ -55,7 +63,8 @@ class MicrobatchSource:
 
     ``ignored``: the tokens are rows of ``context`` (and one more token), in which some do not count as targets. Windows
     are these rows, a target that does not count is ``ignored``, and a last column of the targets holds the number of
-    those that count in the whole batch (``compute.checks.weighed``).
+    those that count in the whole batch (``compute.checks.weighed``). ``apart``: a target that begins a conversation is
+    ``ignored + 1`` (``compute.checks.positions_in``).
 
     Raises DataError when the tokens do not fill one window.
     """
@@ -71,6 +80,8 @@ class MicrobatchSource:
         sequence_warmup: int = 0,
         offset: int = 0,
         ignored: int | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         if len(tokens) <= context:
             raise DataError(
@@ -91,7 +102,7 @@ class MicrobatchSource:
         # has its epoch.
         self.windows = max(1, (len(tokens) - (context if ignored is None else 1)) // context)
         self._slack = len(tokens) - 1 - self.windows * context
-        self._ignored = ignored
+        self._ignored, self._apart = ignored, apart
         self._counted = (-1, 0)
         """The last step, and its targets that count."""
 
@@ -106,25 +117,29 @@ class MicrobatchSource:
             raise ValueError(
                 f"no microbatch ({step}, {index}) with batch {self._batch} and microbatch {self._microbatch}"
             )
-        windows, counts = self._windows(step, index * self._microbatch, self._microbatch)
-        inputs, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+        windows = self._windows(step, index * self._microbatch, self._microbatch)
+        ids, counts = unmarked(windows)
+        inputs, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
         if self._ignored is None:
             return inputs, targets
         targets[~counts[:, 1:]] = self._ignored
+        if self._apart:
+            targets[begins(windows[:, 1:])] = self._ignored + 1
         return inputs, np.pad(targets, ((0, 0), (0, 1)), constant_values=self.counted(step))
 
     def counted(self, step: int) -> int:
         """The targets that count in the batch of ``step``; at least 1."""
         if self._counted[0] != step:
             size = self._microbatch
-            found = (self._windows(step, first, size)[1][:, 1:].sum() for first in range(0, self._batch, size))
+            windows = (self._windows(step, first, size) for first in range(0, self._batch, size))
+            found = (unmarked(each[:, 1:])[1].sum() for each in windows)
             self._counted = step, max(1, int(sum(found)))
         return self._counted[1]
 
-    def _windows(self, step: int, first: int, count: int) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-        """Tokens [count, T + 1] of sequences of ``step``, and whether each counts."""
+    def _windows(self, step: int, first: int, count: int) -> TokenArray:
+        """Stored tokens [count, T + 1] of sequences of ``step``."""
         starts = self.window_starts(self._offset + step * self._batch + first, count)
-        return unmarked(self._tokens[starts[:, None] + np.arange(self.sequence_length(step) + 1)])
+        return np.asarray(self._tokens[starts[:, None] + np.arange(self.sequence_length(step) + 1)])
 
     def window_starts(self, sequence: int, count: int) -> IntArray:
         """Token positions [count] where sequences ``sequence .. sequence + count - 1`` begin."""
@@ -180,11 +195,13 @@ def _mix(values: UintArray) -> UintArray:
     return values ^ (values >> np.uint64(31))
 
 
-def heldout_batches(tokens: TokenArray, context: int, batch: int) -> Iterator[tuple[IntArray, IntArray]]:
+def heldout_batches(
+    tokens: TokenArray, context: int, batch: int, *, apart: bool = False
+) -> Iterator[tuple[IntArray, IntArray]]:
     """Evaluation batches: inputs and targets [B, context], B = ``batch`` but in the last one.
 
     Every token that counts, but the first, is a target exactly once. The last window is padded: inputs with token 0, targets with
-    ``IGNORE``. Raises DataError when there is no target at all.
+    ``IGNORE``. ``apart``: a target that begins a conversation is ``BEGUN``. Raises DataError when there is no target at all.
     """
     if len(tokens) < 2:
         raise DataError(
@@ -192,12 +209,15 @@ def heldout_batches(tokens: TokenArray, context: int, batch: int) -> Iterator[tu
         )
     windows = -(-(len(tokens) - 1) // context)
     for first in range(0, windows, batch):
-        piece, counts = unmarked(tokens[first * context : (first + batch) * context + 1])
+        stored = tokens[first * context : (first + batch) * context + 1]
+        piece, counts = unmarked(stored)
         rows = min(batch, windows - first)
         inputs = np.zeros(rows * context, dtype=np.int64)
         targets = np.full(rows * context, IGNORE, dtype=np.int64)
         inputs[: len(piece) - 1] = piece[:-1]
         targets[: len(piece) - 1] = np.where(counts, piece, IGNORE)[1:]
+        if apart:
+            targets[: len(piece) - 1][begins(stored[1:])] = BEGUN
         yield inputs.reshape(rows, context), targets.reshape(rows, context)
 
 
@@ -206,14 +226,23 @@ class HeldoutSource:
 
     Targets that do not count are ``vocab``, one more than any token: without effect on the loss
     (``compute.base.Microbatch``). ``column``: the targets have the last column of ``MicrobatchSource``, with the number of
-    the microbatch.
+    the microbatch. ``apart``: as there.
     Raises DataError when there is no target at all.
     """
 
-    def __init__(self, tokens: TokenArray, context: int, sequences: int, vocab: int, *, column: bool = False) -> None:
-        self._batches = list(heldout_batches(tokens, context, sequences))
+    def __init__(
+        self,
+        tokens: TokenArray,
+        context: int,
+        sequences: int,
+        vocab: int,
+        *,
+        column: bool = False,
+        apart: bool = False,
+    ) -> None:
+        self._batches = list(heldout_batches(tokens, context, sequences, apart=apart))
         self._sequences, self._vocab, self._column = sequences, vocab, column
-        self.targets = sum(int((targets != IGNORE).sum()) for _, targets in self._batches)
+        self.targets = sum(int((targets >= 0).sum()) for _, targets in self._batches)
         """Targets of all microbatches that count."""
         if not self.targets:
             raise DataError("data.heldout: no held-out token counts towards the loss; raise data.heldout or add text")
@@ -224,9 +253,11 @@ class HeldoutSource:
     def microbatch(self, index: int) -> tuple[IntArray, IntArray, int]:
         """Inputs and targets [B, T] of held-out microbatch ``index``, and how many targets count."""
         inputs, targets = self._batches[index]
-        counted = int((targets != IGNORE).sum())
+        counted = int((targets >= 0).sum())
         missing = ((0, self._sequences - len(inputs)), (0, 0))
-        targets = np.pad(np.where(targets == IGNORE, self._vocab, targets), missing, constant_values=self._vocab)
+        targets = np.pad(
+            np.where(targets < 0, self._vocab + IGNORE - targets, targets), missing, constant_values=self._vocab
+        )
         if self._column:
             targets = np.pad(targets, ((0, 0), (0, 1)), constant_values=max(1, counted))
         return np.pad(inputs, missing), targets, counted

@@ -6,7 +6,8 @@ tokenizer and every option that changes tokens. A folder is built under another 
 whole, however many processes build.
 
 Conversations are uint32 in rows of ``model.context`` tokens, with padding, and one more token at the end; a token that
-does not count as a target is marked ``SILENT``.
+does not count as a target is marked ``SILENT``. In a row of several, the first token of each but the first, and of the
+padding, is marked ``BEGINS``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from muletrain.config.cache import cache_folder
 from muletrain.data.chat import CHATML_TOKENS, Template, chat_template, columns_of, packed, tokens_of
 from muletrain.data.corpus import Corpus
 from muletrain.data.encoder import Documents, Encoder, windows
-from muletrain.data.microbatch import SILENT
+from muletrain.data.microbatch import BEGINS, SILENT
 from muletrain.data.split import Split, rule_for
 from muletrain.data.tokenizer import load_tokenizer, tokenizer_json, train_tokenizer
 from muletrain.errors import DataError
@@ -228,7 +229,7 @@ class _Builder:
         text = [self._corpus.digest(), self._validation and self._validation.digest(), c.field]
         parts = [FORMAT, *text, repr(self._share), c.deduplicate, c.special_tokens, self._vocab, made_with]
         if self._chat:
-            parts += [c.format, self._template, c.loss_on, c.pack, self._row]
+            parts += [c.format, self._template, c.loss_on, c.pack and "marked", self._row]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     def write(self, folder: Path) -> None:
@@ -450,6 +451,9 @@ class _Conversations(_Side):
             row = np.full(self._row, SILENT, dtype=self.dtype)
             used = np.concatenate([kept[ends[k] - self._lengths[k] : ends[k]] for k in held])
             row[: len(used)] = used
+            if self._pack:
+                inner = np.cumsum([self._lengths[k] for k in held])
+                row[inner[inner < self._row]] |= BEGINS
             self._file.write(row.tobytes())
             self.padding += self._row - len(used)
             self.tokens += self._row

@@ -212,10 +212,11 @@ class MoveDecided(Notice):
 
 
 class MoveRefused(Notice):
-    """This peer has too little memory for the stage that it should move to."""
+    """This peer has too little memory for the stage that it should move to, or lacks weights of that."""
 
-    TEXT = "stage {stage} needs more memory than this machine may use (--memory): this peer stays"
+    TEXT = "stage {stage} {reason}: this peer stays"
     stage: int
+    reason: str = "needs more memory than this machine may use (--memory)"
 
 
 class LeavePutOff(Notice):

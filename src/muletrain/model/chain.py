@@ -48,6 +48,8 @@ class TensorType:
     """Shape of one sample; None: an integer for each of T tokens."""
     column: bool = False
     """Of targets that do not all count: one more integer follows the tokens (``compute.checks.weighed``)."""
+    apart: bool = False
+    """Of these: ``vocab + 1`` does not count either, and begins a conversation (``loss.positions_in``)."""
 
     def batch(self, sequences: int, tokens: int) -> tuple[int, ...]:
         """The shape of a microbatch."""
@@ -151,6 +153,8 @@ class Model(ABC):
     """Inside a stage one block is repeated."""
     compression: Compression | None = None
     """At the borders between stages."""
+    apart: bool = False
+    """In a row of several conversations, tokens attend within their own, which has positions from 0."""
 
     @property
     def passed(self) -> int:

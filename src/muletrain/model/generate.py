@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from muletrain.data.microbatch import IGNORE
+from muletrain.model.loss import positions_in
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from muletrain.model.module import StageModule
-
-IGNORE = -100
-"""Target that the loss ignores."""
 
 
 class TextEncoder(Protocol):
@@ -35,10 +35,13 @@ def evaluate(model: StageModule, batches: Iterable[tuple[Tensor, Tensor]]) -> fl
     total, count = 0.0, 0
     device = next(model.parameters()).device
     for inputs, targets in batches:
-        counted = len(targets) if model.spec.own_loss else int((targets != IGNORE).sum())
-        if not model.spec.own_loss:  # the loss ignores ids outside of the vocabulary
-            targets = targets.masked_fill(targets == IGNORE, model.spec.vocab)
-        total += float(model.loss(inputs.to(device), targets)) * counted if counted else 0.0
+        counted, places = len(targets), None
+        if not model.spec.own_loss:
+            counted = int((targets >= 0).sum())
+            targets = torch.where(targets < 0, model.spec.vocab + IGNORE - targets, targets)
+            if model.spec.apart:
+                places, targets = positions_in(targets, model.spec.vocab)
+        total += float(model.loss(inputs.to(device), targets, positions=places)) * counted if counted else 0.0
         count += counted
     if count == 0:
         raise ValueError("no target to evaluate on")

@@ -30,6 +30,7 @@ from muletrain.model.hf_writing import SHARD_BYTES, cast, new_folder, write_json
 from muletrain.model.spec import EMBEDDING, HEAD, ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.model.traced.chain import TracedModel
+from muletrain.model.traced.outline import APART
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -138,7 +139,7 @@ def _full_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def _config(spec: Model, end_id: int | None) -> dict[str, Any]:
     if isinstance(spec, TracedModel):
-        return spec.config
+        return {name: value for name, value in spec.config.items() if name != APART}
     assert isinstance(spec, ModelSpec)
     return _llama_config(spec, end_id)
 

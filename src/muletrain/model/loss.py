@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
+def positions_in(targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """The position of each token in its conversation, and the targets of the loss, both int64 [B, T]. ``targets``: int64
+    [B, T], of which ``vocab`` does not count, and ``vocab + 1`` does not count and begins a conversation."""
+    places = torch.arange(targets.shape[1], device=targets.device)
+    begun = F.pad(targets[:, :-1] > vocab, (1, 0))
+    return places - torch.where(begun, places, 0).cummax(1).values, targets.clamp(max=vocab)
+
+
 class Head(NamedTuple):
     """The part after the last block, which computes each token by itself."""
 

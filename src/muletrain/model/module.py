@@ -94,14 +94,21 @@ class StageModule(nn.Module):
         needed."""
         return None
 
-    def loss(self, inputs: Tensor, targets: Tensor, masks: Masks | None = None, scale: float = 1.0) -> Tensor:
+    def loss(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        masks: Masks | None = None,
+        scale: float = 1.0,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """The mean loss over the microbatch, a scalar in fp32: of the last stage, from the stage's input (see
         ``forward``). By default the cross-entropy [nats/token] of ``targets`` int64 [B, T]; targets of ``vocab`` do not
-        count; 0 if none does. ``scale``: see ``chunked_loss``."""
+        count; 0 if none does. ``scale``: see ``chunked_loss``; ``positions``: see ``forward``."""
         ignored, tokens = self.spec.vocab, self.loss_tokens
         if targets.numel() > tokens:
-            return chunked_loss(self.before_head(inputs, masks), targets, ignored, tokens, scale)
-        logits = self(inputs, masks).float()
+            return chunked_loss(self.before_head(inputs, masks, positions), targets, ignored, tokens, scale)
+        logits = self(inputs, masks, positions=positions).float()
         targets = targets.to(logits.device).flatten()
         total = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=ignored, reduction="sum")
         return total / (targets != ignored).sum().clamp(min=1)
@@ -124,14 +131,21 @@ class StageModule(nn.Module):
         """The largest number of tokens whose loss is computed at once."""
         return self.spec.loss_tokens
 
-    def before_head(self, inputs: Tensor, masks: Masks | None) -> Head:
+    def before_head(self, inputs: Tensor, masks: Masks | None, positions: Tensor | None = None) -> Head:
         """Compute everything before the head of the last stage, if ``loss_tokens`` is less than a microbatch."""
         raise NotImplementedError
 
     @abstractmethod
-    def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        masks: Masks | None = None,
+        caches: Mapping[int, Any] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Tokens int64 [B, T] (or as in ``Model.inputs``) in the first stage, else activations [B, T, D], to
         activations, or to logits [B, T, V] in the last.
 
-        ``masks``: identity of the microbatch, None outside of training. ``caches``: see ``caches``.
+        ``masks``: identity of the microbatch, None outside of training. ``caches``: see ``caches``. ``positions``: of each
+        token in its conversation, int64 [B, T] on the CPU; tokens attend within these. None: a row is one text.
         """

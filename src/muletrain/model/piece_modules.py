@@ -16,7 +16,7 @@ from muletrain.model.compression import Borders
 from muletrain.model.dropout import dropout
 from muletrain.model.module import StageModule
 from muletrain.model.spec import EMBEDDING, HEAD
-from muletrain.model.stage import Attention, FeedForward, Linear, RMSNorm, rope_table
+from muletrain.model.stage import Attention, FeedForward, Linear, RMSNorm, seen_by
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,7 +69,13 @@ class EmbeddingPiece(PieceModule):
     def slices(self) -> Mapping[str, tuple[int, int, int]]:
         return self._rows(EMBEDDING)
 
-    def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        masks: Masks | None = None,
+        caches: Mapping[int, Any] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         ids = inputs if self.piece.opens else inputs[..., 0].detach().long()
         begin, end = self.piece.span()
         own = (ids >= begin) & (ids < end)
@@ -114,7 +120,13 @@ class LayerPiece(PieceModule):
         rows[f"{where}.self_attn.q_proj.weight"] = (0, query, spec.width)
         return {**rows, f"{where}.self_attn.o_proj.weight": (1, query, spec.width)}
 
-    def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        masks: Masks | None = None,
+        caches: Mapping[int, Any] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         piece, spec, dtype = self.piece, self.piece.spec, self.dtype
         block = self.model.get_submodule(f"layers.{piece.layer}")
         if piece.opens:
@@ -124,8 +136,7 @@ class LayerPiece(PieceModule):
             h, y = torch.split(inputs, spec.width, dim=-1)
             h = h.to(dtype)
         if piece.kind == "attention":
-            cos, sin = rope_table(spec.context, spec.head_width, spec.rope_theta, h.device, h.dtype)
-            term = block.get_submodule("self_attn")(h, (cos[: h.shape[1]], sin[: h.shape[1]]))
+            term = block.get_submodule("self_attn")(h, seen_by(spec, h, positions))
         else:
             term = block.get_submodule("mlp")(h)
         site = 2 * piece.layer + (1 if piece.kind == "attention" else 2)
@@ -155,7 +166,13 @@ class HeadPiece(PieceModule):
     def slices(self) -> Mapping[str, tuple[int, int, int]]:
         return self._rows(EMBEDDING if self.piece.spec.tie else HEAD)
 
-    def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        masks: Masks | None = None,
+        caches: Mapping[int, Any] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         raise NotImplementedError  # no slice has all logits
 
     def score(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -163,7 +180,14 @@ class HeadPiece(PieceModule):
         h, total, own = self._scored(inputs, targets.to(inputs.device))
         return torch.cat((h.float(), total[..., None], own[..., None]), dim=-1)
 
-    def loss(self, inputs: Tensor, targets: Tensor, masks: Masks | None = None, scale: float = 1.0) -> Tensor:
+    def loss(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        masks: Masks | None = None,
+        scale: float = 1.0,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """The mean cross-entropy, of the last slice. See ``StageModule.loss``."""
         targets = targets.to(inputs.device)
         _, total, own = self._scored(inputs, targets)

@@ -38,6 +38,7 @@ class ModelSpec(Model):
     tie: bool = False
     """The embedding is also the output matrix."""
     compression: Compression | None = None
+    apart: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "context"):
@@ -63,6 +64,7 @@ class ModelSpec(Model):
         """
         fields: dict[str, Any] = config.model_dump(include=set(cls.__dataclass_fields__))
         fields["compression"] = Compression.from_config(config)
+        fields["apart"] = config.attention == "conversation"
         if config.preset is not None:
             preset = preset_fields(config.preset)
             fields.update({name: value for name, value in preset.items() if name not in config.model_fields_set})
@@ -117,6 +119,10 @@ class ModelSpec(Model):
     @property
     def largest_tensor(self) -> int:
         return self.width * self.ffn
+
+    def tables_bytes(self, sequences: int) -> int:
+        """The masks of a few microbatches in which conversations are apart (``stage.seen_by``)."""
+        return 4 * 4 * sequences * self.context**2 if self.apart else 0
 
     def params_of(self, layer: int) -> int:
         """All blocks have the same size."""

@@ -15,7 +15,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +34,15 @@ if TYPE_CHECKING:
     from muletrain.model.spec import ModelSpec
     from muletrain.planning.partition import Cut
 
-Rope = tuple[Tensor, Tensor]
-"""cos and sin, each [T, E]."""
+
+class Seen(NamedTuple):
+    """What attention needs beside its inputs. ``cos``, ``sin``: of positions, each [T, E], or [B, 1, T, E] where these
+    begin anew inside of a row; ``mask``: then, to be added, [B, 1, T, T]: -inf for tokens of other conversations, and
+    for later ones."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None = None
 
 
 @dataclass
@@ -94,15 +101,15 @@ class Attention(nn.Module):
         self.v_proj = Linear(spec.width, keys, bias=False)
         self.o_proj = Linear(queries, spec.width, bias=False)
 
-    def forward(self, x: Tensor, rope: Rope, cache: KeyValues | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Seen, cache: KeyValues | None = None) -> Tensor:
         """x [B, T, D] -> [B, T, D]. With a cache, x is the first tokens, or one token that continues the cached
         tokens."""
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, rope), rotate(k, rope)
-        causal = cache is None or cache.seen == 0
+        causal = rope.mask is None and (cache is None or cache.seen == 0)
         if cache is not None:
             k, v = cache.append(k, v)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self._grouped)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=rope.mask, is_causal=causal, enable_gqa=self._grouped)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -138,7 +145,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.width, spec.norm_eps)
         self.mlp = FeedForward(spec)
 
-    def forward(self, x: Tensor, layer: int, rope: Rope, masks: Masks | None, cache: KeyValues | None) -> Tensor:
+    def forward(self, x: Tensor, layer: int, rope: Seen, masks: Masks | None, cache: KeyValues | None) -> Tensor:
         """``layer`` is the global number, for the dropout sites 1 + 2 layer and 2 + 2 layer (0 is the embedding's)."""
         attended = self.self_attn(self.input_layernorm(x), rope, cache)
         x = x + dropout(attended, masks, 1 + 2 * layer, self._dropout)
@@ -152,7 +159,7 @@ class Block(nn.Module):
         first, second = (kept(x, masks, site + 2 * layer, self._dropout) for site in (1, 2))
         return first, second
 
-    def masked(self, x: Tensor, rope: Rope, keeps: tuple[Tensor, Tensor] | None) -> Tensor:
+    def masked(self, x: Tensor, rope: Seen, keeps: tuple[Tensor, Tensor] | None) -> Tensor:
         """``forward`` in training, as a function of tensors alone: a compiler sees neither layer nor microbatch."""
         scale = scale_of(self._dropout)
         attended = self.self_attn(self.input_layernorm(x), rope)
@@ -162,21 +169,48 @@ class Block(nn.Module):
         return out
 
 
-def rotate(x: Tensor, rope: Rope) -> Tensor:
+def rotate(x: Tensor, rope: Seen) -> Tensor:
     """Rotate feature pairs (e, e + E/2) of x [B, n, T, E] by the angles of the position; Llama's pairing."""
-    cos, sin = rope
+    cos, sin, _ = rope
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
 
 @lru_cache(maxsize=8)
-def rope_table(tokens: int, head_width: int, theta: float, device: torch.device, dtype: torch.dtype) -> Rope:
+def rope_table(tokens: int, head_width: int, theta: float, device: torch.device, dtype: torch.dtype) -> Seen:
     """cos and sin [tokens, head_width] of position x theta^(-2 i / head_width), computed in fp32."""
     exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device=device) / head_width
     positions = torch.arange(tokens, dtype=torch.float32, device=device)
     angles = torch.outer(positions, 1.0 / theta**exponents)
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return Seen(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def seen_by(spec: ModelSpec, x: Tensor, positions: Tensor | None, before: int = 0) -> Seen:
+    """For tokens x [B, T, D] at ``positions`` (``StageModule.forward``), or after ``before`` others of one text."""
+    table = spec.context, spec.head_width, spec.rope_theta, x.device, x.dtype
+    if positions is not None:
+        return _seen_apart(positions, *table)
+    cos, sin, _ = rope_table(*table)
+    return Seen(cos[before : before + x.shape[1]], sin[before : before + x.shape[1]])
+
+
+SHARED = 4
+"""Microbatches whose masks are kept, which all blocks of a process share."""
+
+
+@lru_cache(maxsize=SHARED)  # a tensor is equal to itself alone
+@torch.no_grad()
+def _seen_apart(
+    positions: Tensor, tokens: int, head_width: int, theta: float, device: torch.device, dtype: torch.dtype
+) -> Seen:
+    cos, sin, _ = rope_table(tokens, head_width, theta, device, dtype)
+    positions = positions.to(device)
+    places = torch.arange(positions.shape[1], device=device)
+    begun = places - positions  # the place of each conversation's first token tells it from others
+    sees = (begun[:, :, None] == begun[:, None, :]) & (places[:, None] >= places)
+    mask = torch.zeros(sees.shape, dtype=dtype, device=device).masked_fill_(~sees, -math.inf)
+    return Seen(cos[positions][:, None], sin[positions][:, None], mask[:, None])
 
 
 INIT_STD = 0.02
@@ -221,14 +255,18 @@ class Stage(StageModule):
         return {layer: KeyValues() for layer in self._owners}
 
     def forward(
-        self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, KeyValues] | None = None
+        self,
+        inputs: Tensor,
+        masks: Masks | None = None,
+        caches: Mapping[int, KeyValues] | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
-        x = self._layers(inputs, masks, caches)
+        x = self._layers(inputs, masks, caches, positions)
         return self._logits([x]) if self.is_last else x
 
-    def before_head(self, inputs: Tensor, masks: Masks | None) -> Head:
+    def before_head(self, inputs: Tensor, masks: Masks | None, positions: Tensor | None = None) -> Head:
         wanted = [self.model.norm.weight, self._output]
-        return Head(self._logits, [self._layers(inputs, masks, None)], wanted)
+        return Head(self._logits, [self._layers(inputs, masks, None, positions)], wanted)
 
     @property
     def _output(self) -> Tensor:
@@ -239,14 +277,15 @@ class Stage(StageModule):
         (x,) = values
         return F.linear(self.model.norm(x), self._output)
 
-    def _layers(self, inputs: Tensor, masks: Masks | None, caches: Mapping[int, KeyValues] | None) -> Tensor:
+    def _layers(
+        self, inputs: Tensor, masks: Masks | None, caches: Mapping[int, KeyValues] | None, positions: Tensor | None
+    ) -> Tensor:
         x = self._enter(inputs, masks)
         seen = next(iter(caches.values())).seen if caches else 0
-        cos, sin = rope_table(self.spec.context, self.spec.head_width, self.spec.rope_theta, x.device, x.dtype)
-        rope = (cos[seen : seen + x.shape[1]], sin[seen : seen + x.shape[1]])
+        rope = seen_by(self.spec, x, positions, seen)
         for layer, owner in self._owners.items():
             block, x = self._block_of(owner), self.compression.enter(x, layer)
-            if caches is None and self._is_fast(x, masks):
+            if caches is None and (positions is not None) == self.spec.apart and self._is_fast(x, masks):
                 assert self.fast is not None
                 x = self._block(self.fast.compute, block, x, rope, block.keeps(x, layer, masks))
             else:
@@ -270,7 +309,8 @@ class Stage(StageModule):
         dtype = block.self_attn.q_proj.weight.dtype
         draws = torch.Generator().manual_seed(0)
         x = torch.randn(sequences, spec.context, spec.width, generator=draws).to(device, dtype)
-        rope = rope_table(spec.context, spec.head_width, spec.rope_theta, device, dtype)
+        places = torch.arange(spec.context).expand(sequences, -1) if spec.apart else None
+        rope = seen_by(spec, x, places)
         return Block.masked, (block, x, rope, block.keeps(x, 0, Masks(0, 0, 0)))
 
     def _enter(self, inputs: Tensor, masks: Masks | None) -> Tensor:

@@ -42,9 +42,14 @@ class Load:
     """Quarters of a newcomer's memory that each stage takes."""
     parts: frozenset[int] = frozenset()
     """Stages with a checkpoint part that the peer can read."""
+    prepares_s: Sequence[float] = ()
+    """Seconds, by stage, for which the peer goes on where it is while weights beside that stage's state come; (): none."""
 
     def may_move_to(self, stage: int) -> bool:
         return self.targets is None or stage in self.targets
+
+    def prepares(self, stage: int) -> float:
+        return self.prepares_s[stage] if stage < len(self.prepares_s) else 0.0
 
 
 @dataclass(frozen=True)

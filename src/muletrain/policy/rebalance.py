@@ -154,8 +154,12 @@ class _Plan:
         self._after[move.target] += self._speed(move.peer, move.target)
 
     def net_gain(self, horizon_s: float) -> float:
-        """Returns the microbatches gained within the horizon, less the movers' lost work while moving."""
+        """Returns the microbatches gained within the horizon, less the movers' lost work while moving. Until all are
+        prepared, nothing changes."""
         seconds = [self._view.state_bytes[m.target] / self._view.loads[m.peer].bytes_per_s for m in self.moves]
+        horizon_s -= max(self._view.loads[m.peer].prepares(m.target) for m in self.moves)
+        if horizon_s <= 0:
+            return 0.0
         moving_s = min(horizon_s, max(seconds))
         before = min(self._before)
         gained = (min(self._left) - before) * moving_s + (min(self._after) - before) * (horizon_s - moving_s)

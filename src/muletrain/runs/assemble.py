@@ -41,6 +41,7 @@ from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.model.native import is_native
 from muletrain.model.stage import initial_weight
 from muletrain.model.traced.adapter import described, first_weight, read_config, reader
+from muletrain.model.traced.apart import mixed_by
 from muletrain.model.traced.architecture import transposed
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
@@ -129,7 +130,9 @@ class RunFacts:
             width=self.spec.passed,
             vocab=self.spec.vocab,
             inputs=self.spec.inputs,
-            targets=dataclasses.replace(self.spec.targets, column=c.data.counts),
+            targets=dataclasses.replace(
+                self.spec.targets, column=c.data.counts, apart=c.data.counts and self.spec.apart
+            ),
             sequence_length=functools.partial(
                 sequence_length, context=self.spec.context, start=t.sequence_start, warmup=t.sequence_warmup
             ),
@@ -175,7 +178,8 @@ class RunFacts:
                     f"train.validate_every: {len(data.heldout)} held-out tokens (measured: at most {t.validate_tokens}) are "
                     f"no microbatch of {self.tokens}; give more text, raise train.validate_tokens, or lower train.microbatch"
                 )
-        return HeldoutSource(tokens, self.spec.context, t.microbatch, self.spec.vocab, column=self.config.data.counts)
+        counts, sizes = self.config.data.counts, (self.spec.context, t.microbatch, self.spec.vocab)
+        return HeldoutSource(tokens, *sizes, column=counts, apart=counts and self.spec.apart)
 
     def data(self, progress: Callable[[float], None] | None = None) -> Data:
         """The run's tokens or samples on this machine. Raises DataError or ConfigError."""
@@ -191,7 +195,8 @@ class RunFacts:
         """Microbatches of the training tokens. Raises DataError for fewer tokens than one sequence."""
         t = self.config.train
         sequences = (t.batch, t.microbatch, self.spec.context, t.sequence_start, t.sequence_warmup, t.data_offset)
-        return MicrobatchSource(tokens, t.seed, *sequences, self.spec.vocab if self.config.data.counts else None)
+        ignored = self.spec.vocab if self.config.data.counts else None
+        return MicrobatchSource(tokens, t.seed, *sequences, ignored, apart=self.spec.apart)
 
     @property
     def precision(self) -> Precision:
@@ -420,7 +425,7 @@ def resolve_start(
         check_own(folder, sizes["vocab"])
         data = data.model_copy(update={"tokenizer": str(folder.resolve())})
         sizes["stops"] = stops_in(folder)
-    sizes |= _compressing(config.model)
+    sizes |= _stated(config.model)
     check_given(given, sizes, "model.from, whose checkpoint")
     model = ModelConfig.model_validate({**sizes, "from": str(folder.resolve())})
     adapter = config.adapter
@@ -440,7 +445,7 @@ def _resolve_factory(config: RunConfig) -> RunConfig:
         data = SampleData.build(config.data.factory, skips=config.data.on_error == "skip")
         kinds = (data.inputs, data.targets)
     model = TracedModel.by_factory(own, *kinds)
-    free = {"factory": own.factory, "arguments": own.arguments, **_compressing(own)}
+    free = {"factory": own.factory, "arguments": own.arguments, **_stated(own)}
     sizes = {name: getattr(model, name) for name in SIZES} | {"chain": model.chain_name}
     check_given(
         own.model_dump(include=own.model_fields_set, exclude_none=True), sizes | free, "model.factory, whose module"
@@ -448,10 +453,34 @@ def _resolve_factory(config: RunConfig) -> RunConfig:
     return RunConfig.model_validate({**dict(config), "model": ModelConfig.model_validate({**sizes, **free})})
 
 
-def _compressing(config: ModelConfig) -> dict[str, Any]:
-    """The stated fields about compression, which no model that is given has."""
-    own = {"compression", "compression_factor", "compression_after"}
+def _stated(config: ModelConfig) -> dict[str, Any]:
+    """The stated fields about what no model that is given says: compression, and what attention sees."""
+    own = {"compression", "compression_factor", "compression_after", "attention"}
     return config.model_dump(include=own & config.model_fields_set)
+
+
+def attending(config: RunConfig, note: Callable[[str], None] = lambda text: None) -> RunConfig:
+    """``config``, whose data are resolved, with ``model.attention`` decided. ``note`` gets a remark for people if a token
+    sees other conversations. Raises ConfigError if the user asks for what the architecture does not allow."""
+    if not (config.data.counts and config.data.pack) or config.model.attention == "row":
+        return config
+    spec = make_model(config.model.model_copy(update={"attention": "auto", "chain": None}))
+    model = {"attention": "conversation"}
+    if isinstance(spec, TracedModel):
+        if spec.own_loss or (why := mixed_by(spec)):
+            why = "a module of yours mixes tokens as it will" if spec.own_loss else why
+            if config.model.attention == "conversation":
+                raise ConfigError(
+                    f"model.attention: this architecture cannot keep conversations apart: {why}; leave it out"
+                )
+            note(
+                f"model.attention: in a row, a token sees earlier conversations, too ({why}); data.pack=false gives each a row of "
+                f"its own"
+            )
+            model = {"attention": "row"}
+        else:
+            model["chain"] = spec.with_apart().chain_name
+    return config.model_copy(update={"model": config.model.model_copy(update=model)})
 
 
 def versions() -> dict[str, str]:
@@ -503,7 +532,7 @@ def sizes_in(
             "untie": untie,
         }
         sizes: dict[str, Any] = json.loads(spec.to_json())
-        del sizes["compression"]
+        del sizes["compression"], sizes["apart"]
         return {**sizes, **own}
     own = {name: given[name] for name in ("dropout", "untie") if name in given}
     put_in = None if adapter.rank is None else described(adapter, _kind_of_base(folder, adapter, weights=weights))
@@ -512,7 +541,8 @@ def sizes_in(
         declared, model = model, import_traced(folder, context=context, adapter=put_in, **own)
         if declared != model:
             note(_NOT_TIED)
-    chain = {"chain": model.chain_name} if weights or "chain" in given else {}
+    computed = model.with_apart() if given.get("attention") == "conversation" else model
+    chain = {"chain": computed.chain_name} if weights or "chain" in given else {}
     return {**{name: getattr(model, name) for name in SIZES}, **chain, **own}
 
 

@@ -104,7 +104,7 @@ def weights_of(config: RunConfig, model: Model, folder: Path | None = None) -> d
             said = "".join(f"; {why}" for why in store.problems)
             raise CheckpointError(
                 f"the adapter belongs to {config.model.from_} (model.from), whose weights are not here, or not those that the run began "
-                f"with{said}; bring the folder back"
+                f"with{said}; bring the folder back, or name its new place by --source"
             )
         found |= tensors
     return found

@@ -272,9 +272,9 @@ class Checkpoint:
         assert isinstance(self.spec, TracedModel)
         return merged(build(self.spec.config), self.weights(source)), with_adapter(self.spec, None)
 
-    def model(self) -> StageModule:
-        """Load the whole model on the CPU."""
-        return load_model(self.spec, self.weights())
+    def model(self, source: Path | None = None) -> StageModule:
+        """Load the whole model on the CPU. ``source``: see ``weights``."""
+        return load_model(self.spec, self.weights(source))
 
     def module(self) -> nn.Module:
         """A user's own module (``model.factory``) with the trained weights, on the CPU. Raises CheckpointError for a run of
@@ -283,11 +283,11 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: the run trained no module of yours; model() loads what it trained")
         return trained(self.spec.config, self.weights())
 
-    def writer(self) -> StageModule:
-        """Load, on the CPU, the model that continues a text. Raises ConfigError for a user's module that takes no text,
-        or for an unusable factory."""
+    def writer(self, source: Path | None = None) -> StageModule:
+        """Load, on the CPU, the model that continues a text. ``source``: see ``weights``. Raises ConfigError for a user's
+        module that takes no text, or for an unusable factory."""
         if not self.spec.own_loss:
-            return self.model()
+            return self.model(source)
         assert isinstance(self.spec, TracedModel)
         if self.spec.borders:
             raise ConfigError(

@@ -53,12 +53,15 @@ def benchmarks(
     include: Path | None = None,
     shots: int | None = None,
     limit: int | None = None,
+    source: Path | None = None,
 ) -> list[Score]:
     """The scores of the model in ``where`` (see ``trained_in``).
 
     ``tasks``: names of ``lm-eval``, or of YAML files in the folder ``include``. ``shots``: examples before each question;
-    default: as the task says. ``limit``: most questions of each task. Raises MuletrainError: without ``lm-eval``, for an
-    unknown task before anything is loaded, and with the reason if a task cannot be measured.
+    default: as the task says. ``limit``: most questions of each task. ``source``: see ``Checkpoint.weights``.
+
+    Raises MuletrainError: without ``lm-eval``, for an unknown task before anything is loaded, and with the reason if a task
+    cannot be measured.
     """
     try:
         from lm_eval import simple_evaluate
@@ -70,7 +73,7 @@ def benchmarks(
     known = _known(tasks, include)
     device = str(pick_device("auto"))
     size: int | str = "auto" if device.startswith("cuda") else BATCH
-    with _as_pretrained(where) as about:
+    with _as_pretrained(where, source) as about:
         try:
             lm = HFLM(**about, dtype="float32", device=device, batch_size=size)
             found = simple_evaluate(
@@ -105,7 +108,7 @@ def _known(tasks: Sequence[str], include: Path | None) -> Any:
 
 
 @contextmanager
-def _as_pretrained(where: Path) -> Iterator[dict[str, str]]:
+def _as_pretrained(where: Path, source: Path | None) -> Iterator[dict[str, str]]:
     """The model as ``HFLM`` takes it: 'pretrained', and 'peft' of an adapter's folder."""
     checkpoint = trained_in(where)
     check_memory(checkpoint.params)
@@ -116,7 +119,7 @@ def _as_pretrained(where: Path) -> Iterator[dict[str, str]]:
     if checkpoint.spec.own_loss:
         raise CheckpointError("--tasks: lm-eval measures causal language models, and the run trained a module of yours")
     with tempfile.TemporaryDirectory(prefix="mule-eval-") as folder:
-        export(checkpoint, Path(folder) / "model", merge=checkpoint.config.adapter.rank is not None)
+        export(checkpoint, Path(folder) / "model", merge=checkpoint.config.adapter.rank is not None, source=source)
         yield {"pretrained": str(Path(folder) / "model")}
 
 

@@ -94,6 +94,10 @@ class Host:
             return None
         return await self._base.weights(facts.spec.parts_of(facts.cut, stage), lambda: self._givers(stage))
 
+    def base_s(self, facts: RunFacts, stage: int) -> float:
+        """About how many seconds ``base`` takes, if weights have to come from other peers; else 0."""
+        return 0.0 if self._base is None else self._base.takes_s(facts.spec.parts_of(facts.cut, stage))
+
     def _givers(self, stage: int) -> list[PeerId]:
         """Peers that may have the base of ``stage``: its own, the run's founder, those of the ticket, and those that a
         client has heard of: the others may have left."""

@@ -71,7 +71,8 @@ class Pretrained(Checkpoint):
         """The tokens of the text ``path`` by the model's tokenizer, all held out. Raises DataError."""
         if path is None:
             raise ConfigError(f"--data: {self.folder} is a model without a text of its own; give one to measure it on")
-        data = resolved(self.config.data.model_copy(update={"path": path, "tokenizer": str(self.folder)}))
+        given = {"path": path, "tokenizer": str(self.folder), "pack": False}  # right for any architecture
+        data = resolved(self.config.data.model_copy(update=given))
         return TokenCache.build(data, self.spec.vocab, measured=True, context=self.spec.context)
 
     def measured(self) -> Pretrained:
@@ -79,8 +80,10 @@ class Pretrained(Checkpoint):
         spec = dataclasses.replace(self.spec, context=min(self.spec.context, USUAL_CONTEXT))
         return dataclasses.replace(self, spec=spec)
 
-    def model(self) -> StageModule:
-        """Load the whole model on the CPU, in fp32. Raises CheckpointError."""
+    def model(self, source: Path | None = None) -> StageModule:
+        """Load the whole model on the CPU, in fp32. Raises CheckpointError, and ConfigError for a ``source``."""
+        if source is not None:
+            raise ConfigError(f"--source: {self.folder} is a whole model, which needs no other; leave it out")
         whole = whole_in(str(self.folder), self.spec.architecture)
         if self.config.adapter.from_ is not None:
             whole = with_weights(whole, Path(self.config.adapter.from_))

@@ -114,7 +114,7 @@ def _heldout(checkpoint: Checkpoint, cache: TokenCache, tokens: int) -> TokenArr
 
 def _loss(spec: Model, model: StageModule, heldout: TokenArray) -> float:
     batch = max(1, min(BATCH, LOGITS // (spec.context * spec.vocab)))
-    batches = heldout_batches(heldout, spec.context, batch)
+    batches = heldout_batches(heldout, spec.context, batch, apart=spec.apart)
     return evaluate(model, ((torch.from_numpy(inputs), torch.from_numpy(targets)) for inputs, targets in batches))
 
 

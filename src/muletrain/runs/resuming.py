@@ -1,4 +1,4 @@
-"""The changes to the configuration that a resume may make: ``TABLE`` is the rule, also shown in docs/runs.md."""
+"""The changes to the configuration that a resume may make: ``TABLE`` is the rule, also shown in docs/howto/resume.md."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def rule_of(field: str) -> Rule:
 
 
 def as_markdown() -> str:
-    """``TABLE`` for docs/runs.md."""
+    """``TABLE`` for docs/howto/resume.md."""
     rows = [f"| `{rule.fields}` | {rule.may} | {rule.effect} |" for rule in TABLE]
     return "\n".join(["| field | may change | what happens |", "|---|---|---|", *rows])
 
@@ -141,7 +141,7 @@ def checked(checkpoint: Checkpoint, config: RunConfig) -> list[Change]:
         listed = ", ".join("{} ({} before, {} now)".format(c.field, *c.values) for c in refused)
         raise ConfigError(
             f"{checkpoint.folder}: a resumed run keeps its model; begin another one to change {listed}, or leave that out "
-            f"(docs/runs.md lists what may change)"
+            f"(docs/howto/resume.md lists what may change)"
         )
     return found
 

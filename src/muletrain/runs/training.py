@@ -143,7 +143,7 @@ class Training:
                 samples.found = self._unusable
         self.peer = peer = Peer(
             ctx,
-            host=_Process(self, seat),
+            host=_Process(self, self._host, seat),
             source=source,
             heldout=heldout,
             sharing=sharing,
@@ -203,11 +203,18 @@ class Training:
 class _Process(PeerHost):
     """The process of a peer that trains at ``seat``."""
 
-    def __init__(self, training: Training, seat: Seat) -> None:
-        self._training, self._facts, self._offer = training, seat.facts, seat.machine.offer
+    def __init__(self, training: Training, host: Host, seat: Seat) -> None:
+        self._training, self._host = training, host
+        self._facts, self._offer = seat.facts, seat.machine.offer
 
     def fits(self, stage: int) -> bool:
         return self._facts.needs()[stage].fits(self._offer)
+
+    def prepares_s(self, stage: int) -> float:
+        return self._host.base_s(self._facts, stage)
+
+    async def prepare(self, stage: int) -> None:
+        await self._host.base(self._facts, stage)
 
     def applied(self, record: StepRecord) -> bool:
         return self._training.applied(record, self._facts.config.train.time_limit)

@@ -33,6 +33,8 @@ KNOWN = 3
 """Steps, the first one aside, from which the time of the next ones is estimated."""
 OUTLIER = 3.0
 """A step counts as at most so many medians: one that waited for a lost peer says little about the next ones."""
+NAMED = 4
+"""Most peers that a sentence names."""
 OVERDUE = 2.0
 """Multiple of the longest recent step, after which the next one is overdue."""
 
@@ -331,6 +333,8 @@ class PeerView:
     state: str = "joining"
     suspected_at: float = 0.0
     """Wall time of the suspicion [s]."""
+    lost: bool = False
+    """The peer neither left in order nor was sent away, and is not back."""
     step: int = 0
     microbatches: int = 0
     recomputed: int = 0
@@ -347,6 +351,8 @@ class PeerView:
     passed: int = 0
     """Microbatches that passed in rounds."""
     load_wait_s: float = 0.0
+    recent: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Of about the last ten steps: seconds at work, seconds, microbatches."""
     sent: dict[str, Counter[str]] = field(default_factory=dict)
     """Bytes by receiver (name if known) and traffic class."""
 
@@ -356,9 +362,16 @@ class PeerView:
         return self.compute_s + self.averaging_s + self.apply_s + self.wait_s
 
     @property
-    def idle_share(self) -> float:
-        """Share of that time without anything to compute; NaN before the first step."""
-        return self.wait_s / self.total_s if self.total_s else math.nan
+    def busy(self) -> float:
+        """Share of the last steps' time at work: computing, averaging, updating; NaN before the first step."""
+        work_s, total_s, _ = self.recent
+        return work_s / total_s if total_s else math.nan
+
+    @property
+    def microbatches_per_s(self) -> float:
+        """Over the last steps; 0 before the first."""
+        _, total_s, microbatches = self.recent
+        return microbatches / total_s if total_s else 0.0
 
     def sent_bytes(self, kind: str | None = None) -> int:
         """Bytes sent, of one traffic class or of all."""
@@ -383,6 +396,9 @@ class RunView:
         self.failed: dict[str, str] = {}
         """Why processes of this machine gave up or were killed, by the peer's name; planned faults are left out."""
         self.missing: list[str] = []
+        self.halted = ""
+        """Why no step is done, and what the run waits for: set from an empty stage to the next step."""
+        self.rollbacks = 0
         self.probing: ev.ProbeProgress | None = None
         """Set while machines and links are measured."""
         self.warnings: Counter[str] = Counter()
@@ -433,7 +449,9 @@ class RunView:
         if not self.faults.killed(name):
             self.failed[name] = how
         if name in self.peers:
-            self.peers[name].state = "ended"
+            peer = self.peers[name]
+            peer.suspected_at = peer.suspected_at if peer.lost else self.pace.end_s
+            peer.state, peer.lost = "ended", True
         self.clients.ended(name)
 
     def name_of(self, peer_id: str) -> str:
@@ -494,7 +512,8 @@ class RunView:
             case ev.StepDone():
                 return self._done(event)
             case ev.PeerDown():
-                self._suspect(event)
+                if not self._suspect(event):
+                    return False
             case ev.JoinRefused() | ev.FrameRefused() if event.reason.endswith("before admission"):
                 self._strangers.setdefault(event.remote, event)
                 return False
@@ -503,6 +522,8 @@ class RunView:
                 return len(self.replaced) == 1
             case ev.MicrobatchRerouted():
                 self.rerouted += 1
+            case ev.StageEmpty() | ev.NoTrainer():
+                self.halted = self.headline(event)
             case ev.PeerLeft():
                 self._gone(event.peer_id, "left")
             case ev.PeerExpelled():
@@ -544,6 +565,7 @@ class RunView:
         news, self._back = event.lineage != self._back, event.lineage
         if news:
             self.pace.back_to(event.to)
+            self.rollbacks, self.halted = self.rollbacks + 1, ""
         return news
 
     def _warn(self, event: ev.Event) -> bool:
@@ -573,20 +595,24 @@ class RunView:
 
     def _gone(self, peer_id: str, state: str) -> None:
         if peer_id in self._by_id:
-            self._by_id[peer_id].state = state
+            self._by_id[peer_id].state, self._by_id[peer_id].lost = state, False
 
     def _apply(self, event: ev.StepApplied) -> None:
         peer = self.peers.setdefault(event.peer, PeerView(event.peer))
         peer.stage, peer.step = event.stage, event.step
         if peer.state == "gone":
             self.asides.append(f"{peer.name} is back")
-        peer.state = peer.state if peer.state in FINAL else "training"
+        if peer.state not in FINAL:
+            peer.state, peer.lost = "training", False
         peer.microbatches += event.microbatches
         peer.recomputed += event.recomputed
         peer.compute_s += event.forward_s + event.backward_s
         peer.averaging_s += event.averaging_s
         peer.apply_s += event.apply_s
         peer.wait_s += event.wait_s
+        worked_s, total_s, done = (SMOOTHING * before for before in peer.recent)
+        work_s = event.forward_s + event.backward_s + event.averaging_s + event.apply_s
+        peer.recent = worked_s + work_s, total_s + work_s + event.wait_s, done + event.microbatches
         for receiver, classes in event.sent.items():
             peer.sent.setdefault(receiver, Counter()).update(classes)
 
@@ -599,23 +625,31 @@ class RunView:
     def _done(self, event: ev.StepDone) -> bool:
         if not self.pace.fold(event):
             return False
-        self.missing = []
+        self.missing, self.halted = [], ""
         self._give_up()
         return True
 
-    def _suspect(self, event: ev.PeerDown) -> None:
+    def _suspect(self, event: ev.PeerDown) -> bool:
+        """Returns False for a second report of one loss."""
         peer = self._by_id.get(event.peer_id)
-        if peer is not None and peer.state != "suspected" and peer.state not in GONE:
-            peer.state, peer.suspected_at = "suspected", event.t
+        if peer is not None and (peer.state in ("suspected", "finished") or peer.state in GONE):
+            return False
+        if peer is not None:
+            peer.state, peer.suspected_at, peer.lost = "suspected", event.t, True
+        return True
 
     def _give_up(self) -> None:
         """Mark peers with a long suspicion as gone."""
         for peer in self.peers.values():
             if peer.state == "suspected" and self.pace.end_s - peer.suspected_at > GONE_S:
                 peer.state = "gone"
-                others = ", ".join(p.name for p in self.stages(present=True).get(peer.stage, ()))
-                left = f"stage {peer.stage} goes on with {others}" if others else f"stage {peer.stage} has no peer"
-                self.asides.append(f"{peer.name} is gone: no answer for {GONE_S:.0f} s; {left}")
+                self.asides.append(f"{peer.name} is gone: no answer for {GONE_S:.0f} s; {self.goes_on(peer.stage)}")
+
+    def goes_on(self, stage: int) -> str:
+        """The peers that a stage has left, in words."""
+        left = [p.name for p in self.stages(present=True).get(stage, ()) if not p.lost]
+        names = ", ".join(left) if len(left) <= NAMED else plural(len(left), "peer")
+        return f"stage {stage} goes on with {names}" if left else f"stage {stage} has no peer"
 
     def _hear_of_strangers(self, event: ev.Event) -> None:
         """Report the strangers that are still not admitted, and forget the rest."""
@@ -630,4 +664,4 @@ class RunView:
     def _finish(self, event: ev.RunFinished) -> None:
         self.finished = event
         if event.peer in self.peers:
-            self.peers[event.peer].state = "finished"
+            self.peers[event.peer].state, self.peers[event.peer].lost = "finished", False

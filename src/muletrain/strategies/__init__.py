@@ -14,7 +14,7 @@ To add a fifth strategy:
    missing. ``planner.confirmed`` plays the recommended plan as strategy swarm, unless the plan has a schedule. New
    schedules and fields belong into ``config.plan_file.Prediction``.
 5. Let the fuzzer draw the strategy (``proofs/draws/``).
-6. Describe the strategy in ``README.md``, ``docs/planning.md`` and ``docs/plan.md``, and name it where people read the
+6. Describe the strategy in ``README.md``, ``docs/planning.md`` and ``docs/explanations/strategies.md``, and name it where people read the
    choices: ``cli/options.py``, ``cli/commands/simulate.py``, the messages of ``cli/actions/planned.py``.
 """
 

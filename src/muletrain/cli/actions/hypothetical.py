@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING
 
 from muletrain.config.load import load_config
-from muletrain.errors import MuletrainError
 from muletrain.model.hf_hub import is_hub_name
 from muletrain.model.make import make_model
 
@@ -37,11 +36,3 @@ def load_run(config: Path | None, overrides: Sequence[str], *defaults: str) -> t
 def model_setting(name: str) -> str:
     """The setting that ``--model`` stands for: a folder or a name on the Hub, else a preset."""
     return f"model.from={name}" if os.path.isdir(name) or is_hub_name(name) else f"model.preset={name}"
-
-
-def need_matplotlib() -> None:
-    """Raises MuletrainError if matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as e:
-        raise MuletrainError("--plot needs matplotlib: pip install 'muletrain[plots]', or leave it out") from e

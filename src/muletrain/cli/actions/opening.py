@@ -295,7 +295,7 @@ def prepare(
     use if the configured one is gone. ``reads``: the peers will read the weights of ``model.from``, so check all."""
     from muletrain.compute.probe import pick_device
     from muletrain.model.traced.adapter import check_tensors
-    from muletrain.runs.assemble import RunFacts, check_first_weights, resolve_start
+    from muletrain.runs.assemble import RunFacts, attending, check_first_weights, resolve_start
 
     given, source = config, config.model.from_
     later = checkpoint is None and source is not None and is_hub_name(source)  # the data may be wrong, too
@@ -335,6 +335,8 @@ def prepare(
         config = config.model_copy(update={"data": resolved(config.data, before)})
         if source is not None and checkpoint is None and config.data.factory is None:
             next(examples(config.data, 1, 1), None)  # raises if columns or template do not fit the first row
+    if checkpoint is None:
+        config = attending(config, say)
     if not later:
         check_weights(config)
     facts = RunFacts.of(config)
@@ -344,7 +346,7 @@ def prepare(
     if later:
         with doing("fetching the model"):
             config = resolve_start(given, note=say)
-            config = config.model_copy(update={"data": resolved(config.data)})
+            config = attending(config.model_copy(update={"data": resolved(config.data)}))
         fits(config)
         check_weights(config)
     if config.train.epochs is not None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.markup import escape
 
-from muletrain.cli.actions.hypothetical import load_run, model_setting, need_matplotlib
+from muletrain.cli.actions.hypothetical import load_run, model_setting
 from muletrain.cli.show.console import make_console, say
 from muletrain.cli.show.doing import doing
+from muletrain.cli.show.pictures import check_pictures
 from muletrain.cli.show.plan_tables import tell
 from muletrain.config.costs import Costs, DeviceSpeed, load_costs
 from muletrain.config.fleet_file import Fleet, load_located_fleet
@@ -96,18 +97,17 @@ def plan_fleet(
     *,
     seed: int,
     time_limit_s: float,
-    plot: Path | None,
+    plot: Sequence[Path] = (),
     json: bool,
     costs_file: Path | None = None,
     profiles: Sequence[Path] = (),
     quality: Sequence[str] = (),
     confirm: bool = False,
 ) -> None:
-    """Print the plan, and draw a picture to ``plot``. ``costs_file``: see ``config.costs``; ``profiles``: outputs of
+    """Print the plan, and draw a picture to each of ``plot``. ``costs_file``: see ``config.costs``; ``profiles``: outputs of
     ``muletrain profile``, one for each kind of device; ``quality``: see ``advice.quality_of``. Raises ConfigError and
     CapacityError with the place of the cause."""
-    if plot is not None:
-        need_matplotlib()
+    check_pictures(plot)
     measured = Costs() if costs_file is None else load_costs(costs_file)
     fleet, origins = load_located_fleet(EXAMPLE if path is None else path)
     console = make_console()
@@ -129,7 +129,7 @@ def plan_fleet(
             if confirm:
                 tell_of(what="playing every message of the recommended strategy")
                 found = confirmed(question, found)
-    if plot is not None:
+    if plot:
         from muletrain.cli.show.plan_picture import draw
 
         draw(found, fleet, plot)
@@ -139,5 +139,5 @@ def plan_fleet(
     if path is None:
         say(console, f"no fleet file given; this is the example {escape(str(EXAMPLE))}\n")
     tell(console, found, fleet)
-    if plot is not None:
-        say(console, f"wrote {escape(str(plot))}")
+    for path in plot:
+        say(console, f"wrote {escape(str(path))}")

@@ -9,18 +9,20 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from muletrain.cli.actions.hypothetical import need_matplotlib
 from muletrain.cli.show.console import make_console, say
 from muletrain.cli.show.doing import doing
+from muletrain.cli.show.pictures import SIZE_IN, check_pictures, headline, write
 from muletrain.cli.show.tables import new_table
 from muletrain.config.schema import Precision
-from muletrain.errors import MuletrainError
 from muletrain.planning.devices import GIB
 from muletrain.units import format_count, format_duration, format_memory, plural
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from matplotlib.figure import Figure
+
+    from muletrain.cli.show.pictures import Look
     from muletrain.config.profile_file import BlockCost, Profile
 
 
@@ -39,9 +41,7 @@ def profile_model(
 ) -> None:
     """Profile the model ``name``, and print the profile. Raises MuletrainError."""
     if plot is not None:
-        need_matplotlib()
-        if plot.suffix not in (".png", ".svg"):
-            raise MuletrainError(f"--plot {plot}: the name must end in .png or .svg")
+        check_pictures([plot])
     from muletrain.compute.probe import choose_precision, pick_device
     from muletrain.compute.profile import Conditions
     from muletrain.runs.measure.profile import measured_profile, model_named
@@ -54,10 +54,7 @@ def profile_model(
         model = model_named(name, context=context, untie=untie)
         found = measured_profile(model, name, at, lambda what, share: tell(share, f"measuring {what}"), again=again)
     if plot is not None:
-        try:
-            draw(found, plot)
-        except OSError as e:
-            raise MuletrainError(f"--plot: cannot write {plot}: {e.strerror or e}; choose another place") from e
+        draw(found, plot)
     if json:
         print(found.model_dump_json())
         return
@@ -97,30 +94,32 @@ def _short(seconds: float) -> str:
 
 
 def draw(profile: Profile, path: Path) -> None:
-    """Draw times above and memory below, a bar for each distinct block. Raises OSError."""
-    from matplotlib.figure import Figure
-
+    """Draw times above and memory below, a bar for each distinct block. Raises MuletrainError."""
     names = [_label(block) for block in profile.blocks]
-    figure = Figure(figsize=(min(20.0, 3.5 + 1.1 * len(names)), 6.5), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True)
-    for axes, unit, rows in (
-        (top, "ms", {"forward": 1e3, "backward": 1e3, "load": 1e3}),
-        (bottom, "MB", {"parameter": 1e-6, "activation": 1e-6, "workspace": 1e-6}),
-    ):
-        below = [0.0] * len(names)
-        for what, factor in rows.items():
-            field = f"{what}_s" if unit == "ms" else f"{what}_bytes"
-            values = [factor * getattr(block, field) for block in profile.blocks]
-            axes.bar(range(len(names)), values, bottom=below, label=what)
-            below = [a + b for a, b in zip(below, values, strict=True)]
-        axes.set(ylabel=f"{unit} of one part")
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    if len(names) <= NAMED:
-        bottom.set_xticks(range(len(names)), names)
-    top.set_title(
-        f"{profile.title} on {profile.device} {profile.precision}, {profile.sequences} x {profile.context} tokens"
-    )
-    figure.savefig(path, dpi=120)
+    whole_s = sum(len(b.parts) * (b.forward_s + b.backward_s) for b in profile.blocks)
+
+    def on(figure: Figure, look: Look) -> None:
+        about = f"{profile.precision}, {profile.sequences} x {profile.context} tokens"
+        message = f"{profile.title} takes {format_duration(whole_s)} for a microbatch on {profile.device}"
+        headline(figure, look, message, f"{about}; a bar for each kind of block, forward and backward once")
+        top, bottom = figure.subplots(2, 1, sharex=True)
+        for axes, unit, rows in (
+            (top, "ms", {"forward": 1e3, "backward": 1e3, "load": 1e3}),
+            (bottom, "MB", {"parameter": 1e-6, "activation": 1e-6, "workspace": 1e-6}),
+        ):
+            below = [0.0] * len(names)
+            for (what, factor), colour in zip(rows.items(), (look.main, look.second, look.faint), strict=True):
+                field = f"{what}_s" if unit == "ms" else f"{what}_bytes"
+                values = [factor * getattr(block, field) for block in profile.blocks]
+                axes.bar(range(len(names)), values, bottom=below, label=what, color=colour)
+                below = [a + b for a, b in zip(below, values, strict=True)]
+            axes.set(ylabel=f"{unit} of one block")
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        if len(names) <= NAMED:
+            bottom.set_xticks(range(len(names)), names)
+
+    width, height = SIZE_IN
+    write([path], on, (min(20.0, max(width, 3.5 + 1.1 * len(names))), height))
 
 
 def _label(block: BlockCost) -> str:

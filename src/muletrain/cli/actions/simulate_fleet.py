@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from muletrain.cli.actions.hypothetical import model_setting, need_matplotlib
+from muletrain.cli.actions.hypothetical import model_setting
 from muletrain.cli.actions.scenario import scenario
 from muletrain.cli.show.console import make_console, say
 from muletrain.cli.show.doing import doing
 from muletrain.cli.show.fleet_outcome import draw, links, results, say_advice, say_costs, say_run, say_swapped, shares
+from muletrain.cli.show.pictures import check_pictures
 from muletrain.config.costs import Costs, load_costs
 from muletrain.config.fleet_file import Fleet, load_located_fleet
 from muletrain.config.load import located
@@ -25,9 +26,9 @@ from muletrain.runs.asked import BY_SIGNAL, Asked
 from muletrain.sim.fleet.advice import quality_of, suggestions, worth_of_swapping
 from muletrain.sim.fleet.calibration import with_speeds
 from muletrain.sim.fleet.simulation import EXAMPLE, simulate_fleet, weather
-from muletrain.strategies import strategy_of
+from muletrain.strategies import listed_of, strategy_of
 from muletrain.timeline import check_trace, write_trace
-from muletrain.units import format_duration, plural
+from muletrain.units import format_count, format_duration, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,7 +59,7 @@ def what_if(
     *,
     hours: float,
     seed: int,
-    plot: Path | None,
+    plot: Sequence[Path],
     json: bool,
     fidelity: Fidelity | None = None,
     costs: Path | None = None,
@@ -70,8 +71,7 @@ def what_if(
     """Print the report. Returns the exit code: 1 if peers gave up, 128 + the signal's number after a signal. ``costs``:
     see ``config.costs``; ``quality``: see ``advice.quality_of``; ``choice``, ``plan``: see ``scenario``. Raises
     ConfigError, CapacityError and DataError with the place of the cause."""
-    if plot is not None:
-        need_matplotlib()
+    check_pictures(plot)
     if trace is not None:
         check_trace(trace)
     measured = Costs() if costs is None else load_costs(costs)
@@ -99,15 +99,17 @@ def what_if(
             )
     if trace is not None:
         write_trace(trace, seen)
-    if plot is not None:
-        draw(outcome, scene, plot)
+    if plot:
+        sizes = f"{format_count(asked.spec.params)} parameters, {plural(len(scene.cut), 'stage')}"
+        about = f"Simulation of {fleet.name}: {run.model.preset or 'model'} ({sizes}), strategy {listed_of(run).name}"
+        draw(outcome, scene, about, plot)
     if json:
         advice = _advice(asked, outcome, churn, hours, seed)
         print(jsonlib.dumps({**_as_json(outcome, scene, advice, hours), "costs": measured.model_dump()}))
     else:
         if path is None:
             say(make_console(), f"no fleet file given; this is the example {escape(str(EXAMPLE))}\n")
-        _tell(asked, outcome, churn, hours, seed, [p for p in (plot, trace) if p is not None])
+        _tell(asked, outcome, churn, hours, seed, [*plot, *([] if trace is None else [trace])])
     if outcome.failure:
         print(f"error: {outcome.failure}. {FAILS}", file=sys.stderr)
     if wish.number:

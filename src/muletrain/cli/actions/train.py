@@ -7,14 +7,14 @@ import json as jsonlib
 import secrets
 import signal
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muletrain.cli.actions.opening import first_checkpoint, opened, ready, tell_of
 from muletrain.cli.actions.planned import check_many, clients_of, indices_of, names_of
 from muletrain.cli.show.console import JsonConsole, LiveConsole, make_console
-from muletrain.cli.show.final_report import final_report, improvement
+from muletrain.cli.show.final_report import final_report
 from muletrain.config.trusted import trusted
 from muletrain.dashboard.sources import follow_session
 from muletrain.data.corpus import Corpus, absolute
@@ -47,8 +47,13 @@ if TYPE_CHECKING:
     from muletrain.config.schema import RunConfig
     from muletrain.dashboard.server import Dashboard
     from muletrain.policy.chaos import Fault
+    from muletrain.runs.measure.quality import Quality
     from muletrain.runs.spec import WorkerSpec
     from muletrain.runs.view import RunView
+
+
+REPORT = "report.txt"
+"""File in the run folder with the whole report."""
 
 
 def run_local(
@@ -60,8 +65,9 @@ def run_local(
     trace: Path | None = None,
     metrics: str | None = None,
     board: Dashboard | None = None,
+    verbose: bool = False,
 ) -> None:
-    """Train with a local fleet and print the report. ``trace``: where to write a timeline. ``metrics``: see
+    """Train with a local fleet and print the report, with its tables if ``verbose``. ``trace``: where to write a timeline. ``metrics``: see
     ``MetricsServer``. ``board``: shows the run. Raises MuletrainError before anything starts if the run is not possible."""
     if trace is not None:
         check_trace(trace)
@@ -74,7 +80,7 @@ def run_local(
         local_session(wanted, _console(json), chaos, seed or 0, metrics=server) as session,
     ):
         try:
-            _serve(session, _greeting(server, board), board)
+            _serve(session, _greeting(server, board), board, verbose=verbose)
         finally:
             if trace is not None:
                 write_trace(trace, EventTail(session.folder).poll())
@@ -160,8 +166,9 @@ def start_run(
     probe: bool = False,
     metrics: str | None = None,
     board: Dashboard | None = None,
+    verbose: bool = False,
 ) -> None:
-    """Found or continue a run, and serve with this machine's peers; print the report at the end. ``metrics``: see
+    """Found or continue a run, and serve with this machine's peers; print the report at the end, with its tables if ``verbose``. ``metrics``: see
     ``MetricsServer``. ``board``: shows the run. Raises MuletrainError before anything starts."""
     check_name(name)
     with _monitored(metrics) as server, board or nullcontext(), opened(wanted, "start") as (folder, config):
@@ -188,7 +195,7 @@ def start_run(
                 metrics=server,
             )
             tell_of(run.prepared, folder, peers.devices, run.first_step)
-            _serve(session, _greeting(server, board), board)
+            _serve(session, _greeting(server, board), board, verbose=verbose)
 
 
 def _check_planned(names: list[str], planned: list[str], field: str) -> None:
@@ -311,7 +318,7 @@ def _console(json: bool) -> type[JsonConsole] | type[LiveConsole]:
     return JsonConsole if json else LiveConsole
 
 
-def _serve(session: Session, greeting: str = "", board: Dashboard | None = None) -> None:
+def _serve(session: Session, greeting: str = "", board: Dashboard | None = None, *, verbose: bool = False) -> None:
     """Show a session from the beginning to the end, and report. Raises SystemExit with an exit code that is not 0, and
     the errors of ``Session.check``."""
     try:
@@ -327,7 +334,7 @@ def _serve(session: Session, greeting: str = "", board: Dashboard | None = None)
                 if session.role == "start" and ticket is not None:
                     _invite(session, ticket)
                 session.watch()
-            report(session)
+            report(session, verbose=verbose)
         session.check()
     finally:
         session.close()
@@ -335,9 +342,9 @@ def _serve(session: Session, greeting: str = "", board: Dashboard | None = None)
         raise SystemExit(code)
 
 
-def report(session: Session) -> None:
-    """Print the final report, with an evaluation of the last checkpoint; a machine that joined only says how its part
-    ended."""
+def report(session: Session, *, verbose: bool = False) -> None:
+    """Print the final report, with an evaluation of the last checkpoint, and write the report to the run folder.
+    ``verbose``: print its tables, too. A machine that joined only says how its part ended."""
     if session.role == "join":
         for text in filter(None, (session.goodbye(), session.go_on())):
             session.say(text)
@@ -349,8 +356,6 @@ def report(session: Session) -> None:
     if session.checkpoint is not None and not hurries:
         session.say("measuring the model on held-out data, for a minute or two at most (Ctrl-C leaves that out)")
         evaluation, texts = session.evaluate()
-    if isinstance(session.console, JsonConsole):
-        return
     folder = session.folder
     paths = {
         "run folder": folder,
@@ -359,25 +364,34 @@ def report(session: Session) -> None:
         **({} if session.board is None else {"tensorboard": session.board}),
         **({} if session.checkpoint is None else {"checkpoint": session.checkpoint}),
     }
-    make_console().print(final_report(session.view, evaluation, texts, paths))
+    commands = _next(session, evaluation)
+    with suppress(OSError), (folder / REPORT).open("w", encoding="utf-8") as file:
+        make_console(file).print(final_report(session.view, evaluation, texts, paths, commands), crop=False)
+        paths["report"] = folder / REPORT
+    if not isinstance(session.console, JsonConsole):
+        shown = final_report(session.view, evaluation, texts, paths, commands, tables=verbose)
+        make_console().print(shown, crop=False)
+
+
+def _next(session: Session, evaluation: Quality | None) -> list[str]:
+    """Commands that go on with the run, or use its model."""
     if session.checkpoint is None or session.unlearned:
-        return
-    if evaluation is not None and evaluation.before is not None:
-        session.say(f"\n{improvement(evaluation)}")
-    checkpoint = _readable(session.checkpoint)
+        return []
+    folder, checkpoint = session.folder, _readable(session.checkpoint)
     compressed = checkpoint is not None and checkpoint.spec.compression is not None
     own_loss = evaluation is not None and evaluation.own_loss
-    prompt, gives = ("Hello!", "an answer") if checkpoint and checkpoint.config.data.counts else ("The ", "more text")
-    commands = [] if own_loss else [f'muletrain generate {folder} "{prompt}"   # {gives} from this model']
-    if own_loss and not compressed:
-        named = " ".join(f"--factory {name}" for name in trusted())
-        commands.append(f"muletrain export {folder} --hf my-model {named}   # its state_dict")
-    elif not compressed:
-        commands.append(f"muletrain export {folder} --hf my-model   # for Hugging Face transformers")
-    if commands:
-        session.say("\n" + "\n".join(commands))
-    if how := session.go_on():
-        session.say(how)
+    commands = [how] if (how := session.go_on()) else []
+    if not own_loss:
+        prompt, gives = (
+            ("Hello!", "get an answer") if checkpoint and checkpoint.config.data.counts else ("The ", "more text")
+        )
+        commands.append(f'muletrain generate {folder} "{prompt}"  # {gives}')
+    if not compressed:
+        named = "".join(f" --factory {name}" for name in trusted()) if own_loss else ""
+        commands.append(
+            f"muletrain export {folder} --hf my-model{named}  # {'its state_dict' if own_loss else 'for transformers'}"
+        )
+    return commands
 
 
 def _readable(folder: Path) -> Checkpoint | None:

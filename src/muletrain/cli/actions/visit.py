@@ -34,9 +34,9 @@ ENDS_S, POLL_S = 2.0, 0.1
 """Longest wait for a run's last event once all members are gone, and the time between two looks [s]."""
 
 
-def show_status(ticket: str | None, *, json: bool) -> None:
-    """Print the members' announcements in the directory; before training starts, the missing conditions. Raises
-    MuletrainError if no member answers."""
+def show_status(ticket: str | None, *, json: bool, verbose: bool = False) -> None:
+    """Print the members' announcements in the directory; before training starts, the missing conditions. ``verbose``:
+    see ``status_of``. Raises MuletrainError if no member answers."""
     whole = ticket_of(ticket)
 
     async def look(network: Libp2pNetwork, run_id: str) -> tuple[list[Announced], list[Down], tuple[str, ...]]:
@@ -51,7 +51,7 @@ def show_status(ticket: str | None, *, json: bool) -> None:
         lost, silent = ([d.model_dump() for d in downs] for downs in (gone(peers), unheard))
         print(jsonlib.dumps({**numbers, "missing": missing, "peers": listed, "gone": lost, "unannounced": silent}))
     else:
-        make_console().print(status_of(peers, missing, unheard))
+        make_console().print(status_of(peers, missing, unheard, verbose=verbose))
 
 
 def stop_run(ticket: str | None) -> None:

@@ -5,7 +5,15 @@ from typing import Annotated
 
 import typer
 
-from muletrain.cli.options import COSTS_HELP, MODEL_HELP, QUALITY_HELP, RUN_CONFIG_HELP, FleetFile, JsonObject
+from muletrain.cli.options import (
+    COSTS_HELP,
+    MODEL_HELP,
+    PICTURE_HELP,
+    QUALITY_HELP,
+    RUN_CONFIG_HELP,
+    FleetFile,
+    JsonObject,
+)
 from muletrain.errors import ConfigError
 from muletrain.units import parse_bytes, parse_duration
 
@@ -51,10 +59,10 @@ Profiles = Annotated[
     ),
 ]
 Plot = Annotated[
-    Path | None,
+    list[Path] | None,
     typer.Option(
-        metavar="OUT.png",
-        help="Draw which region serves which stage, and the links between them; needs matplotlib.",
+        metavar="OUT.svg",
+        help=f"Draw the speed of each strategy and the layout of the recommended one. {PICTURE_HELP}",
         rich_help_panel=FLEETS,
     ),
 ]
@@ -165,7 +173,7 @@ def plan(
             wish,
             seed=seed,
             time_limit_s=limit_s,
-            plot=plot,
+            plot=plot or (),
             json=json,
             costs_file=costs,
             profiles=profiles or (),

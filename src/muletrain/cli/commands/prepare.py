@@ -12,17 +12,23 @@ from muletrain.runs.join.ticket import read_ticket
 
 
 def config(
+    every: Annotated[bool, typer.Option("--all", help="Print every field.")] = False,
     fleet: Annotated[
         bool, typer.Option("--fleet", help="Explain fleet files (emulated machines and links) instead.")
     ] = False,
 ) -> None:
-    """Print the default configuration, with the meaning and the unit of each field.
+    """Print the settings that people change first: default, meaning and unit of each, as a file for 'muletrain run'.
 
-    Save it, change it, and pass it to 'muletrain run'."""
-    from muletrain.config.dump import describe
+    Lines that begin with # are off by default, or follow from other settings. --all prints every field."""
+    from muletrain.config.dump import FIRST, describe
     from muletrain.config.fleet_file import Fleet
 
-    print(describe(Fleet) if fleet else describe())
+    if fleet:
+        print(describe(Fleet))
+    elif every:
+        print(describe())
+    else:
+        print(describe(title="Every value is the default. 'muletrain config --all' prints all settings.", only=FIRST))
 
 
 def data(

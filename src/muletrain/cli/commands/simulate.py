@@ -11,6 +11,7 @@ import typer
 from muletrain.cli.options import (
     COSTS_HELP,
     MODEL_HELP,
+    PICTURE_HELP,
     QUALITY_HELP,
     RUN_CONFIG_HELP,
     FleetFile,
@@ -36,8 +37,8 @@ Overrides = Annotated[
     ),
 ]
 Plot = Annotated[
-    Path | None,
-    typer.Option(metavar="OUT.png", help="Draw throughput, peers by stage and events over time; needs matplotlib."),
+    list[Path] | None,
+    typer.Option(metavar="OUT.svg", help=f"Draw throughput and the machines that came and left. {PICTURE_HELP}"),
 ]
 Trace = Annotated[
     Path | None,
@@ -106,7 +107,7 @@ def fleet(
         overrides or [],
         hours=hours,
         seed=seed,
-        plot=plot,
+        plot=plot or (),
         json=json,
         fidelity=None if fidelity is None else fidelity.value,
         choice=str(strategy) if strategy else None,

@@ -11,6 +11,7 @@ def status(
     ticket: OwnTicket = None,
     dashboard: DashboardPort = None,
     dashboard_host: DashboardHost = LOOPBACK,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for each peer, also of many.")] = False,
     json: JsonObject = False,
 ) -> None:
     """Show the progress and the members of a run; before training starts, what it waits for. With --dashboard, show them
@@ -21,7 +22,7 @@ def status(
     if (board := board_of(dashboard, dashboard_host)) is not None:
         show_members(ticket, board)
     else:
-        show_status(ticket, json=json)
+        show_status(ticket, json=json, verbose=verbose)
 
 
 def stop(ticket: OwnTicket = None) -> None:

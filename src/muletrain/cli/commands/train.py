@@ -23,6 +23,7 @@ from muletrain.cli.options import (
     Resume,
     StrategyChoice,
     Trace,
+    Verbose,
 )
 from muletrain.policy.chaos import HELP as CHAOS_HELP
 from muletrain.runs.join.ticket import read_ticket
@@ -43,6 +44,7 @@ def run(
     dashboard: DashboardPort = None,
     dashboard_host: DashboardHost = LOOPBACK,
     json: JsonLines = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train with a local fleet: every peer is a process on this machine; a single one works in the command itself.
 
@@ -61,6 +63,7 @@ def run(
         trace=trace,
         metrics=metrics,
         board=board_of(dashboard, dashboard_host),
+        verbose=verbose,
     )
 
 
@@ -99,6 +102,7 @@ def start(
     dashboard: DashboardPort = None,
     dashboard_host: DashboardHost = LOOPBACK,
     json: JsonLines = False,
+    verbose: Verbose = False,
 ) -> None:
     """Start a run on several machines and serve it with this one.
 
@@ -120,6 +124,7 @@ def start(
         probe=probe,
         metrics=metrics,
         board=board_of(dashboard, dashboard_host),
+        verbose=verbose,
     )
 
 

@@ -18,6 +18,9 @@ else:
     Weights = StrEnum("Weights", [(name, name) for name in ("fp32", "bf16", "fp16")])
 
 
+Source = Annotated[Path | None, typer.Option(metavar="DIR", help="Where the folder of model.from is now, if it moved.")]
+
+
 def evaluate(
     where: Model,
     data: Annotated[
@@ -34,7 +37,7 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Measure these benchmarks by lm-eval (pip install 'muletrain[eval]') instead, such as hellaswag,arc_easy.",
+            help="Measure these benchmarks by lm-eval (pip install 'muletrain\\[eval]') instead, such as hellaswag,arc_easy.",
         ),
     ] = None,
     include: Annotated[
@@ -45,6 +48,7 @@ def evaluate(
         int | None, typer.Option(min=0, help="Examples before each question of --tasks. Default: as the task says.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Most questions of each of --tasks.")] = None,
+    source: Source = None,
     factory: Factories = None,
     json: JsonObject = False,
 ) -> None:
@@ -56,7 +60,7 @@ def evaluate(
 
     With --tasks, lm-eval measures benchmarks instead, with the whole model in fp32: an adapter is merged."""
     if tasks is not None:
-        _benchmarks(where, tasks, include, fewshot, limit, others=(data, tokens), json=json)
+        _benchmarks(where, tasks, include, fewshot, limit, source, others=(data, tokens), json=json)
         return
     if (include, fewshot, limit) != (None, None, None):
         raise ConfigError("--include, --fewshot and --limit are about --tasks; give that, too")
@@ -75,7 +79,7 @@ def evaluate(
         cache = checkpoint.corpus(data)
     except DataError as e:
         raise DataError(f"{e}; --data PATH names the text if it moved, or another one") from e
-    result = quality(checkpoint, checkpoint.model(), cache, tokens or HELDOUT_TOKENS)
+    result = quality(checkpoint, checkpoint.model(source), cache, tokens or HELDOUT_TOKENS)
     if json:
         print(dataclasses.replace(evaluated(checkpoint.step, result), t=time.time(), peer="eval").to_json())
     else:
@@ -88,6 +92,7 @@ def _benchmarks(
     include: Path | None,
     fewshot: int | None,
     limit: int | None,
+    source: Path | None,
     *,
     others: tuple[object, ...],
     json: bool,
@@ -104,7 +109,7 @@ def _benchmarks(
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise ConfigError("--tasks: it names no task; write --tasks hellaswag,arc_easy")
-    scores = benchmarks(where, names, include=include, shots=fewshot, limit=limit)
+    scores = benchmarks(where, names, include=include, shots=fewshot, limit=limit, source=source)
     if json:
         print(jsonlib.dumps({"model": str(where), "scores": [score.to_dict() for score in scores]}))
         return
@@ -136,6 +141,7 @@ def generate(
             help="Answer the prompt, asked by the chat template, or continue it. Default: as the model was trained.",
         ),
     ] = None,
+    source: Source = None,
     factory: Factories = None,
     json: JsonObject = False,
 ) -> None:
@@ -154,7 +160,7 @@ def generate(
     checkpoint = trained_in(where)
     check_memory(checkpoint.params)
     options = {"max_tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
-    text = write(checkpoint, checkpoint.writer(), prompt, chat=chat, **options)
+    text = write(checkpoint, checkpoint.writer(source), prompt, chat=chat, **options)
     if json:
         print(jsonlib.dumps({"step": checkpoint.step, "prompt": prompt, "text": text}))
     else:
@@ -172,9 +178,7 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Add a trained adapter to the model, and write the whole model.")
     ] = False,
-    source: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the folder of model.from is now, if it moved.")
-    ] = None,
+    source: Source = None,
     dtype: Annotated[Weights, typer.Option(help="Type of the weights.")] = "fp32",
     factory: Factories = None,
 ) -> None:

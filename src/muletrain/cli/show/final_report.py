@@ -1,4 +1,4 @@
-"""The final report: quality of the model, samples, work and traffic of each peer, paths."""
+"""The final report: five lines, samples, lost peers; and on request tables of quality, work and traffic."""
 
 from __future__ import annotations
 
@@ -16,51 +16,123 @@ from muletrain.events import TRAFFIC_CLASSES
 from muletrain.units import format_bytes, format_duration, plural, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from muletrain.runs.measure.quality import Quality
     from muletrain.runs.view import PeerView, RunView
 
 
+NAMED = 4
+"""Most lost peers that the report's first lines name."""
 MEASURED = 12
 """Held-out losses during training that are shown."""
 
 
 def final_report(
-    view: RunView, evaluation: Quality | None, samples: Sequence[str], paths: Mapping[str, Path | str]
+    view: RunView,
+    evaluation: Quality | None,
+    samples: Sequence[str],
+    paths: Mapping[str, Path | str],
+    commands: Sequence[str] = (),
+    *,
+    tables: bool = True,
 ) -> RenderableType:
     """The report for rich. ``evaluation`` is None, and there are no samples, if the run ended without a checkpoint.
-    ``paths``: by label, e.g. {'run folder': ..., 'checkpoint': ...}."""
-    parts: list[RenderableType] = [Text(_summary(view), style="bold")]
-    if evaluation is not None:
-        parts.append(quality_table(evaluation))
-    if view.validated:
-        parts.append(_validations(view))
+    ``paths``: by label, the run folder first. ``commands``: what to do next. ``tables``: with the tables of quality,
+    peers and bytes."""
+    parts = list[RenderableType]()
     if samples:
         parts.append(_section("The model writes", _texts(samples)))
-    if view.peers:
-        parts += [_work(view), _links(view)]
-    if any(peer.rounds for peer in view.peers.values()):
-        parts.append(_swapped(view))
-    if view.clients:
-        parts.append(_clients(view))
     if view.failed:
         parts.append(_failed(view))
     if len(view.faults):
         parts.append(_faults(view))
-    parts.append(_places(paths))
-    return Group(*(Padding(part, (1, 0, 0, 0), expand=False) for part in parts))
+    if tables:
+        parts += _tables(view, evaluation, paths)
+    lines = _lines(view, evaluation, paths, commands)
+    return Group("", *lines, *(Padding(part, (1, 0, 0, 0), expand=False) for part in parts))
 
 
-def _summary(view: RunView) -> str:
+def _tables(view: RunView, evaluation: Quality | None, paths: Mapping[str, Path | str]) -> Iterator[RenderableType]:
+    if evaluation is not None:
+        yield quality_table(evaluation)
+    if view.validated:
+        yield _validations(view)
+    if view.peers:
+        yield from (_work(view), _links(view))
+    if any(peer.rounds for peer in view.peers.values()):
+        yield _swapped(view)
+    if view.clients:
+        yield _clients(view)
+    yield _places(paths)
+
+
+def _lines(
+    view: RunView, evaluation: Quality | None, paths: Mapping[str, Path | str], commands: Sequence[str]
+) -> Iterator[Text]:
+    """Result, speed, trouble, files and next commands, a line each. No line is broken, so that paths and commands can be
+    copied."""
+    none = [] if "checkpoint" in paths else ["there is no checkpoint to go on from"]
+    trouble = _trouble(view)
+    told = (
+        ("result", [_result(view, evaluation)], "bold"),
+        ("speed", [_speed(view)], ""),
+        ("trouble", ["; ".join(trouble) or "none"], "yellow" if trouble else ""),
+        ("files", [_files(paths)] if paths else [], ""),
+        ("next", commands or none, ""),
+    )
+    for label, lines, style in told:
+        for n, line in enumerate(lines):
+            yield Text(no_wrap=True, overflow="ignore").append(f"{'' if n else label:<9}", "dim").append(line, style)
+
+
+def _result(view: RunView, q: Quality | None) -> str:
+    if q is not None and q.own_loss:
+        return f"loss {q.loss:.4g} on held-out data"
+    if q is not None:
+        others = {"before training": q.before, "unigram": q.unigram, "bigram": q.bigram}
+        beside = ", ".join(f"{name} {loss:.3f}" for name, loss in others.items() if loss is not None)
+        return f"held-out loss {q.loss:.3f}{f' ({beside})' if beside else ''}, perplexity {_perplexity(q.loss)}"
+    if view.validated:
+        step = max(view.validated)
+        return f"held-out loss {view.validated[step].loss:.3f} after step {step}"
+    if math.isfinite(view.pace.loss):
+        return f"training loss {view.pace.loss:.3f}; no measurement on held-out data"
+    return "no step was completed"
+
+
+def _speed(view: RunView) -> str:
     reason = f" ({view.finished.reason})" if view.finished and view.finished.reason else ""
     speed = f"{view.pace.tokens / view.pace.seconds:,.0f} tokens/s" if view.pace.seconds else "no step was completed"
-    troubles = f", {plural(view.rerouted, 'microbatch')} rerouted" if view.rerouted else ""
-    troubles += f", {plural(len(view.skips), 'update')} skipped" if view.skips else ""
-    troubles += f", {plural(len(view.replaced), 'sample')} unusable and replaced" if view.replaced else ""
     steps = f"{view.step} of {plural(view.steps, 'step')}"
-    return f"{steps}, {view.pace.tokens:,} tokens in {format_duration(view.pace.seconds)}: {speed}{troubles}{reason}"
+    return f"{steps}, {view.pace.tokens:,} tokens in {format_duration(view.pace.seconds)}: {speed}{reason}"
+
+
+def _trouble(view: RunView) -> list[str]:
+    """What went wrong, and how the run went on."""
+    lost = sorted(p.name for p in view.peers.values() if p.lost)
+    gave_up = sorted(view.failed.keys() - set(lost))
+    names = ", ".join([*lost[:NAMED], *(["..."] if len(lost) > NAMED else [])])
+    went_on = ", and the others did the work" if 0 < view.steps <= view.step else ""
+    counts = {
+        "microbatch": (view.rerouted, "rerouted"),
+        "update": (len(view.skips), "skipped"),
+        "sample": (len(view.replaced), "unusable and replaced"),
+    }
+    return [
+        *([f"{plural(len(lost), 'peer')} lost ({names}){went_on}"] if lost else []),
+        *([f"{', '.join(gave_up[:NAMED])} gave up"] if gave_up else []),
+        *([f"went back to a checkpoint ({plural(view.rollbacks, 'time')})"] if view.rollbacks else []),
+        *(f"{plural(n, noun)} {what}" for noun, (n, what) in counts.items() if n),
+    ]
+
+
+def _files(paths: Mapping[str, Path | str]) -> str:
+    """The run folder, and the newest checkpoint and the report in it."""
+    folder, *_ = map(str, paths.values())
+    shown = (str(paths[label]).removeprefix(f"{folder}/") for label in ("checkpoint", "report") if label in paths)
+    return ": ".join(filter(None, (folder, ", ".join(shown))))
 
 
 def quality_table(q: Quality) -> RenderableType:
@@ -100,15 +172,6 @@ def _validations(view: RunView) -> RenderableType:
         loss = view.validated[step].loss
         table.add_row(str(step), f"{loss:.3f}", *(() if own else (_perplexity(loss),)))
     return table
-
-
-def improvement(q: Quality) -> str:
-    """The held-out loss before and after training, as a line. ``q.before`` must be known."""
-    assert q.before is not None  # the caller looked
-    return (
-        f"held-out loss {q.before:.3f} before training, {q.loss:.3f} after "
-        f"(perplexity {_perplexity(q.before)}, {_perplexity(q.loss)})"
-    )
 
 
 def _texts(samples: Sequence[str]) -> RenderableType:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from muletrain.cli.show.console import say
+from muletrain.cli.show.pictures import counted, headline, write
 from muletrain.cli.show.tables import new_table
 from muletrain.sim.fleet.advice import WORTH
 from muletrain.sim.setting import mixed, seated
@@ -18,9 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.table import Table
 
+    from muletrain.cli.show.pictures import Look
     from muletrain.config.costs import Costs
     from muletrain.config.fleet_file import Fleet
     from muletrain.config.schema import RunConfig
@@ -33,10 +37,12 @@ LINKS = 10
 """Most pairs of regions in the table; '--json' has all."""
 FAR = 4.0
 """Ratio between the sizes of the played stages and of the measured ones above which the report warns."""
-BESIDE = (1.0, 1.0)
-"""Place of a legend, right of the plot."""
-NAMED_STAGES = 12
-"""Most stages in a legend; the colours of more could not be told apart."""
+FLAT = 0.2
+"""Share of the optimum below which the picture leaves the optimum out: it would press the curve to the ground."""
+BINS = 60
+"""Bars of the machines that came and left."""
+SEVERE = ("stage lost", "stepped back", "gave up")
+"""Events after which work is done again."""
 
 
 def say_run(
@@ -164,31 +170,72 @@ def links(outcome: Outcome) -> Table:
     return table
 
 
-def draw(outcome: Outcome, scene: Setting, path: Path) -> None:
-    """Write a picture of throughput, peers by stage and events over time. Raises OSError."""
-    from matplotlib.figure import Figure
-
+def draw(outcome: Outcome, scene: Setting, about: str, paths: Sequence[Path]) -> None:
+    """Write a picture of throughput and events over time to each of ``paths``. ``about``: fleet and model. Raises
+    MuletrainError."""
     hours = [p.time_s / 3600 for p in outcome.curve]
     tokens = scene.cost.tokens
-    kinds = sorted({what for p in outcome.curve for what in p.events})
-    figure = Figure(figsize=(10, 8), layout="constrained")
-    heights = (3, 3, 1.5)[: 3 if kinds else 2]
-    axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    top, middle, bottom = axes[0], axes[1], axes[-1]
-    top.plot(hours, [p.optimum * tokens for p in outcome.curve], color="0.7", label="optimum")
-    top.plot(hours, [p.throughput * tokens for p in outcome.curve], label="throughput")
-    top.set(ylabel="tokens/s", ylim=(0, None), title=f"{100 * outcome.share_of_optimum:.1f} % of the optimum")
-    top.legend(loc="upper left", bbox_to_anchor=BESIDE)
-    stages = len(scene.cut)
-    for s in range(stages):
-        middle.step(hours, [p.peers[s] for p in outcome.curve], where="pre", label=f"stage {s}", alpha=0.8)
-    middle.set(ylabel="peers by stage", ylim=(0, None))
-    if stages <= NAMED_STAGES:
-        middle.legend(loc="upper left", bbox_to_anchor=BESIDE)
-    for row, what in enumerate(kinds):
-        seen = [(h, p.events[what]) for h, p in zip(hours, outcome.curve, strict=True) if what in p.events]
-        bottom.scatter([h for h, _ in seen], [row] * len(seen), s=[12 * n for _, n in seen], alpha=0.6)
-    if kinds:
-        bottom.set(yticks=range(len(kinds)), yticklabels=kinds, ylim=(-0.7, len(kinds) - 0.3))
-    bottom.set(xlabel="hours")
-    figure.savefig(path, dpi=120)
+    speed = format_count(outcome.throughput * tokens)
+
+    def on(figure: Figure, look: Look) -> None:
+        share = f"{100 * outcome.share_of_optimum:.0f} % of what its machines could do"
+        headline(figure, look, f"The fleet trains {speed} tokens/s, {share}", about)
+        comes_and_goes = any(p.events for p in outcome.curve)
+        every = figure.subplots(
+            1 + comes_and_goes, 1, sharex=True, squeeze=False, height_ratios=(3, 1.2)[: 1 + comes_and_goes]
+        )
+        top, bottom = every[0, 0], every[-1, 0]
+        if outcome.share_of_optimum > FLAT:
+            best = [p.optimum * tokens for p in outcome.curve]
+            top.plot(hours, best, color=look.faint, linewidth=2, label="if all present machines were always busy")
+        done = [p.throughput * tokens for p in outcome.curve]
+        top.fill_between(hours, done, color=look.main, alpha=0.25, linewidth=0)
+        top.plot(hours, done, color=look.main, linewidth=1.6, label="trained")
+        top.set(ylabel="tokens/s", ylim=(0, None), xlim=(0, max(hours, default=1.0)))
+        counted(top)
+        _mark(top, outcome, look)
+        top.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, fontsize=10, borderaxespad=0.2)
+        bottom.set_xlabel("hours")
+        if comes_and_goes:
+            _draw_comings(bottom, outcome, look)
+
+    write(paths, on)
+
+
+def _mark(axes: Axes, outcome: Outcome, look: Look) -> None:
+    """Mark the times at which steps were lost."""
+    lost = [p.time_s / 3600 for p in outcome.curve if p.events.keys() & set(SEVERE)]
+    if lost:
+        words = " or ".join(what for what in SEVERE if outcome.events.get(what))
+        axes.plot(lost, [0.0] * len(lost), "v", color=look.second, markersize=9, clip_on=False, label=words, zorder=4)
+
+
+def _draw_comings(axes: Axes, outcome: Outcome, look: Look) -> None:
+    """How many machines left and came in each of ``BINS`` parts of the time."""
+    end_h = max(outcome.curve[-1].time_s / 3600, 1e-9) if outcome.curve else 1.0
+    width = end_h / BINS
+    counts = {"left": [0] * BINS, "joined": [0] * BINS}
+    for p in outcome.curve:
+        for what, of in counts.items():
+            of[min(BINS - 1, int(p.time_s / 3600 / width))] += p.events.get(what, 0)
+    middles = [(n + 0.5) * width for n in range(BINS)]
+    axes.bar(middles, counts["joined"], 0.8 * width, color=look.main, label="joined")
+    axes.bar(
+        middles,
+        [-n for n in counts["left"]],
+        0.8 * width,
+        color=look.second,
+        label="left",
+        hatch="///",
+        edgecolor=look.back,
+    )
+    most = max([*counts["left"], *counts["joined"], 1])
+    axes.axhline(0, color=look.text, linewidth=0.8)
+    axes.set(ylim=(-1.15 * most, 1.15 * most), yticks=(-most, 0, most), ylabel="machines")
+    axes.set_yticklabels([str(most), "0", str(most)])
+    moved = f"; {outcome.events['moved']:,} moves between stages" if outcome.events.get("moved") else ""
+    axes.set_title(
+        f"{outcome.events.get('joined', 0):,} joined (up), {outcome.events.get('left', 0):,} left (down){moved}",
+        loc="left",
+        fontsize=12,
+    )

@@ -9,7 +9,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from muletrain.cli.show.console import PLAIN_WIDTH, LiveConsole, SafeConsole, peers_table, progress_words
+from muletrain.cli.show.console import PLAIN_WIDTH, LiveConsole, SafeConsole
+from muletrain.cli.show.screen import peers_table, progress_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A picture of a plan: for each strategy which region serves which stage, and the links between regions."""
+"""A picture of a plan: the speed of each strategy, and where the recommended one puts its stages."""
 
 from __future__ import annotations
 
@@ -6,172 +6,160 @@ import math
 import textwrap
 from collections import Counter
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from muletrain.cli.show.pictures import counted, headline, write
 from muletrain.planning.splits import title
-from muletrain.units import format_count
+from muletrain.units import format_count, plural
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
+    from muletrain.cli.show.pictures import Look
     from muletrain.config.fleet_file import Fleet
     from muletrain.config.plan_file import Plan, Prediction
 
-ROW_IN, STAGE_IN = 1.15, 2.0
-"""Height of a region and width of a stage [inches]."""
-LABELLED = 12
-"""Most links of a strategy with labels; of more links, only the narrowest have labels, which would otherwise
-overlap."""
-WIDE = 26
-"""Characters of a line beside a machine."""
-SMALL, FONT = 8.5, 10
-"""Sizes of text in points: beside links and machines, and elsewhere."""
-Way = tuple[float, float]
-"""Narrowest bandwidth [bytes/s] and longest delay [s]."""
+LAYERED = 6
+"""Most stages whose layers are written below them."""
+WIDE = 54
+"""Characters of a line of the legend."""
+ROWS = 10
+"""Most regions in the picture."""
 
 
-def draw(plan: Plan, fleet: Fleet, path: Path) -> None:
-    """Draw every strategy that is possible, the recommended one first, in rows of stages and regions. A line's colour
-    shows the bandwidth of the narrower direction; the label has both, forward first.
+class Way(NamedTuple):
+    """The narrowest bandwidth [bytes/s] and the longest delay [s] between two groups of machines."""
 
-    Raises OSError."""
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
+    bytes_per_s: float
+    delay_s: float
 
-    shown = _shown(plan)
-    peers = {peer.name: peer for peer in fleet.peers()}
-    regions = [
-        [
-            r
-            for r in dict.fromkeys(m.region for m in fleet.machines)
-            if any(peers[n].region == r for s in p.stages for n in s.machines)
-        ]
-        for p in shown
-    ]
-    most = max((len(p.stages) for p in shown), default=1)
-    heights = [ROW_IN * len(rows) + 0.9 for rows in regions]
-    figure = Figure(figsize=(min(24.0, max(7.0, 2.5 + STAGE_IN * most)), 0.6 + sum(heights)), layout="constrained")
-    ways = [_ways(p, fleet) for p in shown]
-    mbps = [8e-6 * w for found in ways for both in found.values() for w, _ in both if w < math.inf]
-    scale = ScalarMappable(LogNorm(min(mbps, default=1.0) / 1.5, max(mbps, default=1.0) * 1.5), colormaps["viridis_r"])
-    every = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, p, rows, found in zip(every, shown, regions, ways, strict=True):
-        _draw_one(axes, p, fleet, rows, found, scale)
-        chosen = plan.recommended is not None and p is plan.strategies[plan.recommended]
-        runs = ", recommended" if chosen else "" if p.runnable else ", without clients"
-        churned = (
-            f", {format_count(p.expected_per_s)} while machines leave" if p.expected_per_s != p.tokens_per_s else ""
+    def __str__(self) -> str:
+        mbps, delay = 8e-6 * self.bytes_per_s, f"{1000 * self.delay_s:.3g} ms"
+        if mbps == math.inf:
+            return delay
+        return f"{mbps / 1000:.3g} Gb/s, {delay}" if mbps >= 1000 else f"{mbps:.3g} Mb/s, {delay}"
+
+
+def draw(plan: Plan, fleet: Fleet, paths: Sequence[Path]) -> None:
+    """Draw the plan to each of ``paths``. Raises MuletrainError."""
+    chosen = None if plan.recommended is None else plan.strategies[plan.recommended]
+
+    def on(figure: Figure, look: Look) -> None:
+        about = (
+            f"Prediction for {plan.model} ({format_count(plan.params)} parameters) on {plan.fleet}, "
+            f"{plan.batch:,} sequences of {plan.context:,} tokens a step"
         )
-        axes.set_title(
-            f"{title(p)}{runs}: {format_count(p.tokens_per_s)} tokens/s{churned}",
-            fontsize=FONT + 1,
-            fontweight="bold" if chosen else "normal",
-            loc="left",
-        )
-    if len(set(mbps)) > 1:
-        bar = figure.colorbar(scale, ax=list(every), label="Mb/s", shrink=min(1.0, 3.5 / sum(heights)), format="{x:g}")
-        bar.ax.yaxis.set_minor_formatter("{x:g}")
-    figure.savefig(path, dpi=120)
+        headline(figure, look, _message(plan, chosen), about)
+        if chosen is None:
+            _draw_speeds(figure.subplots(), plan, look)
+            return
+        left, right = figure.subplots(1, 2, width_ratios=(1.2, 1.5))
+        _draw_speeds(left, plan, look)
+        _draw_layout(right, chosen, fleet, look)
+
+    write(paths, on)
 
 
-def _shown(plan: Plan) -> list[Prediction]:
-    """The possible strategies: the recommended one, then the rest by tokens/s."""
-    able = [p for p in plan.strategies if not p.problem]
-    chosen = [] if plan.recommended is None else [plan.strategies[plan.recommended]]
-    return [*chosen, *sorted((p for p in able if p not in chosen), key=lambda p: -p.expected_per_s)]
+def _message(plan: Plan, chosen: Prediction | None) -> str:
+    if chosen is None:
+        return "No strategy can be recommended on this fleet"
+    machines = plural(len({name for stage in chosen.stages for name in stage.machines}), "machine")
+    speed = f"{format_count(chosen.expected_per_s)} tokens/s"
+    return f"Use {title(chosen)}: {speed} with {machines} in {plural(len(chosen.stages), 'stage')}"
 
 
-def _draw_one(
-    axes: Axes,
-    p: Prediction,
-    fleet: Fleet,
-    regions: list[str],
-    ways: dict[tuple[int, str, str], tuple[Way, Way]],
-    scale: object,
-) -> None:
+def _draw_speeds(axes: Axes, plan: Plan, look: Look) -> None:
+    """A bar for each strategy, the fastest above; the recommended one in colour."""
+    shown = sorted(plan.strategies, key=lambda p: (bool(p.problem), -p.expected_per_s))
+    most = max((p.expected_per_s for p in shown if not p.problem), default=1.0)
+    for row, p in enumerate(shown):
+        recommended = plan.recommended is not None and p is plan.strategies[plan.recommended]
+        speed = 0.0 if p.problem else p.expected_per_s
+        axes.barh(row, speed, height=0.62, color=look.main if recommended else look.faint)
+        words = "not possible" if p.problem else format_count(speed)
+        words += ", recommended" if recommended else "" if p.runnable or p.problem else ", cannot run yet"
+        axes.text(speed + 0.02 * most, row, words, va="center", fontweight="bold" if recommended else "normal")
+    churned = any(p.expected_per_s != p.tokens_per_s for p in plan.strategies)
+    axes.set_yticks(range(len(shown)), [title(p) for p in shown])
+    axes.set(ylim=(len(shown) - 0.4, -0.6), xlim=(0, 1.9 * most))
+    axes.set_xlabel("tokens/s while machines leave and come" if churned else "tokens/s")
+    axes.set_title("Speed of each strategy", loc="left", fontsize=12)
+    axes.tick_params(axis="y", length=0)
+    half = float(f"{most / 2:.1g}")
+    axes.set_xticks([0.0, half, 2 * half])
+    counted(axes, "x")
+
+
+def _draw_layout(axes: Axes, p: Prediction, fleet: Fleet, look: Look) -> None:
+    """The machines of each region and stage, and the links between them: the wider a line, the faster the link."""
     peers = {peer.name: peer for peer in fleet.peers()}
-    several = len(p.stages) > 1
-    labelled = sorted(ways, key=lambda key: min(w for w, _ in ways[key]))[:LABELLED]
+    working = {name for stage in p.stages for name in stage.machines}
+    regions = [r for r in dict.fromkeys(m.region for m in fleet.machines) if any(peers[n].region == r for n in working)]
+    shown, ways, several, crowded = regions[:ROWS], _ways(p, fleet), len(p.stages) > 1, len(p.stages) > 8
+    slowest = min(ways, key=lambda key: (min(w.bytes_per_s for w in ways[key]), -ways[key][0].delay_s), default=None)
     for key, both in ways.items():
         stage, a, b = key
-        (left, right), (top, bottom) = (stage, stage + several), (regions.index(a), regions.index(b))
-        narrowest = 8e-6 * min(w for w, _ in both)
-        colour = "0.5" if narrowest == math.inf else scale.to_rgba(narrowest)  # type: ignore[attr-defined]
-        axes.plot((left, right), (top, bottom), color=colour, linewidth=2.2, zorder=1)
-        if key not in labelled:
-            continue
-        share = 0.5 if top == bottom else 0.36  # beside the labels of links that cross it
-        at = left + share * (right - left), top + share * (bottom - top)
-        axes.annotate(
-            _label(
-                both,
-                arrows=("\N{RIGHTWARDS ARROW}", "\N{LEFTWARDS ARROW}")
-                if several
-                else ("\N{DOWNWARDS ARROW}", "\N{UPWARDS ARROW}"),
-            ),
-            at,
-            fontsize=SMALL,
-            ha="center",
-            va="center",
-            zorder=2,
-            bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.85},
-        )
-    for stage, served in enumerate(p.stages):
-        for row, region in enumerate(regions):
-            names = sorted({n for n in served.machines if peers[n].region == region})
-            if not names:
-                continue
-            clients = sum(n in served.clients for n in names)
-            devices = Counter(peers[n].device or n.rsplit("-", 1)[0] for n in names)
-            what = ", ".join(f"{n} x {device}" if n > 1 else device for device, n in devices.items())
-            what += f" ({clients} clients)" if clients else ""
-            axes.scatter(stage, row, s=420, color="white", edgecolor="black", zorder=3)
-            axes.annotate(str(len(names)), (stage, row), ha="center", va="center", fontsize=FONT, zorder=4)
-            axes.annotate(
-                "\n".join(textwrap.wrap(what, WIDE)),
-                (stage, row),
-                (0, -15),
-                textcoords="offset points",
-                ha="center",
-                va="top",
-                fontsize=SMALL,
-                zorder=4,
-                bbox={"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.7},
+        if several and a in shown and b in shown:
+            width = (1 if crowded else 2) * (
+                0.5 + 0.5 * math.log10(max(1.0, 8e-6 * min(1e10, *(w.bytes_per_s for w in both))))
             )
-    layers = [
-        f"{n}: layers {a} to {b - 1}" if b - a > 1 else f"{n}: layer {a}"
-        for n, (a, b) in enumerate(s.layers for s in p.stages)
-    ]
-    axes.set(
-        xlim=(-0.6, len(p.stages) - 0.4),
-        ylim=(len(regions) - 0.3, -0.5),
-        xticks=range(len(p.stages)),
-        yticks=range(len(regions)),
+            at = ((stage, stage + 1), (shown.index(a), shown.index(b)))
+            of_all = key == slowest and len({min(w.bytes_per_s for w in both) for both in ways.values()}) > 1
+            axes.plot(*at, color=look.second if of_all else look.faint, linewidth=width, zorder=2 if of_all else 1)
+    for stage, served in enumerate(p.stages):
+        for row, region in enumerate(shown):
+            names = {n for n in served.machines if peers[n].region == region}
+            if names:
+                clients = sum(n in served.clients for n in names)
+                words = f"{len(names) - clients}+{clients}" if clients else str(len(names))
+                size = 190 if crowded else 520
+                axes.scatter(stage, row, s=size, color=look.back, edgecolor=look.main, linewidth=1.8, zorder=3)
+                small = 7 if crowded else 9 if len(words) > 2 else 12
+                axes.annotate(words, (stage, row), ha="center", va="center", fontsize=small, zorder=4)
+    devices = {
+        r: Counter(peers[n].device or n.rsplit("-", 1)[0] for n in working if peers[n].region == r) for r in shown
+    }
+    labels = ["\n".join([r, *(f"{n} x {device}" for device, n in devices[r].most_common(2))]) for r in shown]
+    axes.set_yticks(range(len(shown)), labels)
+    layers = [s.layers for s in p.stages]
+    named = [f"{n}\nlayers\n{a} to {b - 1}" if len(layers) <= LAYERED else str(n) for n, (a, b) in enumerate(layers)]
+    axes.set_xticks(range(len(layers)), named, fontsize=8 if crowded else 11)
+    axes.set(xlim=(-0.6, len(p.stages) - 0.4), ylim=(len(shown) - 0.4, -0.6))
+    axes.set_xlabel(
+        _caption(p, ways, slowest, idle=len(peers) - len(working), more=len(regions) - len(shown)),
+        fontsize=10,
+        loc="left",
     )
-    axes.set_xticklabels(layers if several else ["all layers"], fontsize=SMALL if len(layers) <= 12 else 6)
-    axes.set_yticklabels(regions, fontsize=FONT)
-    for side in ("top", "right", "left", "bottom"):
+    axes.set_title("Machines of each region in each stage", loc="left", fontsize=12)
+    for side in ("left", "bottom"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=0)
 
 
-def _label(both: tuple[Way, Way], *, arrows: tuple[str, str]) -> str:
-    """Both directions in a line each, or one if alike."""
-    forward, back = (_speed(way) for way in both)
-    if forward == back:
-        return forward
-    return f"{arrows[0]} {forward}\n{arrows[1]} {back}"
-
-
-def _speed(way: Way) -> str:
-    mbps, delay = 8e-6 * way[0], f"{1000 * way[1]:.3g} ms"
-    if mbps == math.inf:
-        return delay
-    return f"{mbps / 1000:.3g} Gb/s, {delay}" if mbps >= 1000 else f"{mbps:.3g} Mb/s, {delay}"
+def _caption(
+    p: Prediction,
+    ways: dict[tuple[int, str, str], tuple[Way, Way]],
+    slowest: tuple[int, str, str] | None,
+    *,
+    idle: int,
+    more: int,
+) -> str:
+    """The legend, in words."""
+    lines = ["stage"] if len(p.stages) > 1 else []
+    if any(stage.clients for stage in p.stages):
+        lines.append("a+b: servers + clients")
+    if slowest is not None:
+        (_, a, b), (there, back) = slowest, ways[slowest]
+        both = f"{there}" if there == back else f"{there}; back {back}"
+        alike = len({min(w.bytes_per_s for w in both) for both in ways.values()}) == 1
+        lines.append(f"slowest link{'' if alike or len(p.stages) == 1 else ' (orange)'}: {a} to {b}, {both}")
+    lines += [f"{more} more regions"] if more else []
+    lines += [f"{plural(idle, 'machine')} without work in this plan"] if idle else []
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, WIDE))
 
 
 def _ways(p: Prediction, fleet: Fleet) -> dict[tuple[int, str, str], tuple[Way, Way]]:
@@ -198,4 +186,4 @@ def _ways(p: Prediction, fleet: Fleet) -> dict[tuple[int, str, str], tuple[Way, 
 
 def _narrowest(fleet: Fleet, pairs: list[tuple[int, int]]) -> Way:
     links = [fleet.link(a, b) for a, b in pairs]
-    return min(link.bandwidth_bytes_per_s for link in links), max(link.delay_s for link in links)
+    return Way(min(link.bandwidth_bytes_per_s for link in links), max(link.delay_s for link in links))

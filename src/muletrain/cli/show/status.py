@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
 
 
+LISTED = 16
+"""Most peers that are listed one by one without being asked to."""
 FRESH_S = 15.0
 """Age from which an announcement is stale: members announce every 10 s (``runtime.peer.messages.ANNOUNCE_S``), and clocks
 differ by some seconds."""
@@ -31,8 +34,11 @@ def furthest(peers: Sequence[Announced]) -> Announced:
     return max([p for p in peers if p.age_s <= FRESH_S] or peers, key=lambda p: p.step)
 
 
-def status_of(peers: Sequence[Announced], missing: Sequence[str], unheard: Sequence[Down] = ()) -> RenderableType:
-    """The run as a line, and peers by stage. ``unheard``: serving members without an announcement here."""
+def status_of(
+    peers: Sequence[Announced], missing: Sequence[str], unheard: Sequence[Down] = (), *, verbose: bool = False
+) -> RenderableType:
+    """The run as a line, and its peers: one by one if ``verbose``, or up to ``LISTED``; else a line for each stage.
+    ``unheard``: serving members without an announcement here."""
     if unheard:
         names = ", ".join(f"{m.name} (stage {m.stage})" for m in unheard)
         hint = Text(
@@ -40,7 +46,7 @@ def status_of(peers: Sequence[Announced], missing: Sequence[str], unheard: Seque
             f"than {HOLDS_S:.0f} s",
             style="yellow",
         )
-        return Group(hint, status_of(peers, missing)) if peers else hint
+        return Group(hint, status_of(peers, missing, verbose=verbose)) if peers else hint
     if not peers:
         waits = f"training has not started; waiting for: {', '.join(missing)}"
         return Text(waits if missing else "no peer has announced itself: the run has just started or ended; try again")
@@ -52,7 +58,9 @@ def status_of(peers: Sequence[Announced], missing: Sequence[str], unheard: Seque
     if measured:
         step, loss = max(measured)
         figures.append(f"held-out loss {loss:.3f} at step {step}")
-    return Group(Text("  ".join(figures), style="bold"), _table(peers, at))
+    return Group(
+        Text("  ".join(figures), style="bold"), (_table if verbose or len(peers) <= LISTED else _stages)(peers, at)
+    )
 
 
 def gone(peers: Sequence[Announced]) -> list[Down]:
@@ -99,6 +107,24 @@ def _table(peers: Sequence[Announced], at: Announced) -> Table:
         for d in lost:
             if d.stage == stage:
                 row(stage, Text(d.name), d.id, "gone", "-", "-")
+    return table
+
+
+def _stages(peers: Sequence[Announced], at: Announced) -> Table:
+    """A line for each stage."""
+    lost = Counter(d.stage for d in gone(peers))
+    table = new_table("", ("stage",), ("peers",))
+    table.add_column("states")
+    table.add_column("step", justify="right")
+    for stage in range(at.stages):
+        of_stage = [p for p in peers if p.stage == stage]
+        states = Counter(state_of(p, peers) for p in of_stage) + Counter({"gone": lost[stage]})
+        words = Text(", ".join(f"{n} {state}" for state, n in states.most_common()))
+        none = Text("no recent announcement", style="bold red")
+        last = max((p.step for p in of_stage), default=0)
+        table.add_row(str(stage), str(len(of_stage)), words if of_stage else none, str(last) if of_stage else "-")
+    table.caption = "--verbose lists each peer"
+    table.caption_justify = "left"
     return table
 
 

@@ -53,6 +53,8 @@ class Passage:
     accumulate: bool = False
     weight: float = 1.0
     """Of the loss (``checks.weighed``)."""
+    positions: Tensor | None = None
+    """See ``StageModule.forward``."""
     between: Region | None = None
     """The input of each sub-model but the first, and later the gradient, each fp32 [B, T, D]."""
     loss: float = 0.0
@@ -165,7 +167,7 @@ class SwappedArithmetic:
             with self._jobs.at("loss", part=last), self._timed("forward_s"), torch.set_grad_enabled(p in back):
                 leaf = self._leaf(x, last)
                 assert p.targets is not None  # at the last stage
-                loss = model.loss(leaf, p.targets, self._masks(p), self.scale.of(p.mb.step))
+                loss = model.loss(leaf, p.targets, self._masks(p), self.scale.of(p.mb.step), p.positions)
                 loss = loss if p.mb.heldout else loss * p.weight
                 p.loss = float(loss.detach())
             if p in back:
@@ -195,7 +197,7 @@ class SwappedArithmetic:
             self.loader.get(k, k + 1 if k + 1 < count else None)
             for p, (x, *_) in self._arriving(k, passages):
                 with self._jobs.at("forward", part=k), self._timed("forward_s"), torch.no_grad():
-                    output = self.models[k](self._leaf(x, k), self._masks(p), p.targets).float()
+                    output = self.models[k](self._leaf(x, k), self._masks(p), p.targets, p.positions).float()
                     if k + 1 < count:
                         p.rows = (output.shape[0], output.shape[1])
                         self.ferry.store(output, self._between(p, k + 1))
@@ -214,7 +216,7 @@ class SwappedArithmetic:
                 with self._jobs.at("backward", part=k), torch.enable_grad():
                     with self._timed("recompute_s"):
                         leaf = self._leaf(x, k)
-                        output = self.models[k](leaf, self._masks(p), p.targets).float()
+                        output = self.models[k](leaf, self._masks(p), p.targets, p.positions).float()
                     self.counters.recomputed += k == 0
                     if k + 1 == len(self.models):
                         seed = seed * self.scale.of(p.mb.step)

@@ -139,21 +139,32 @@ class SubModel:
                 module, _, leaf = name.rpartition(".")
                 setattr(block.get_submodule(module), leaf, nn.Parameter(parameter.detach().to("meta")))
 
-    def __call__(self, x: Tensor, masks: Masks | None, targets: Tensor | None = None) -> Tensor:
-        return self._through(self.blocks, x, masks, targets)
+    def __call__(
+        self, x: Tensor, masks: Masks | None, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        return self._through(self.blocks, x, masks, targets, positions)
 
-    def loss(self, x: Tensor, targets: Tensor, masks: Masks | None, scale: float) -> Tensor:
+    def loss(
+        self, x: Tensor, targets: Tensor, masks: Masks | None, scale: float, positions: Tensor | None = None
+    ) -> Tensor:
         """Of the last sub-model of the last stage. See ``StageModule.loss``."""
-        x = self._through(self.blocks[:-1], x, masks, targets)
-        return self.blocks[-1].loss(x, targets, masks, scale)
+        x = self._through(self.blocks[:-1], x, masks, targets, positions)
+        return self.blocks[-1].loss(x, targets, masks, scale, positions)
 
-    def _through(self, blocks: Sequence[StageModule], x: Tensor, masks: Masks | None, targets: Tensor | None) -> Tensor:
+    def _through(
+        self,
+        blocks: Sequence[StageModule],
+        x: Tensor,
+        masks: Masks | None,
+        targets: Tensor | None,
+        positions: Tensor | None,
+    ) -> Tensor:
         for block in blocks:
             if isinstance(block, HeadPiece):
                 assert targets is not None  # at the last stage
                 x = block.score(x, targets)
             else:
-                x = block(x, masks)
+                x = block(x, masks, positions=positions)
         return x
 
     def pieces(self, size: int, *, trained: bool = False) -> Iterator[Window]:

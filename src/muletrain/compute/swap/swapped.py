@@ -30,6 +30,7 @@ from muletrain.compute.swap.state import State
 from muletrain.compute.threads import ThreadedCompute, Threads
 from muletrain.errors import CapacityError
 from muletrain.events import SwapWorked
+from muletrain.model.loss import positions_in
 from muletrain.model.make import make_stage
 from muletrain.model.stage import initial_weight
 
@@ -364,9 +365,12 @@ class SwappedCompute(ThreadedCompute):
 
     # Forward and backward ---------------------------------------------------------------------------------------------
 
-    async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
+    async def forward(
+        self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE, positions: Tensor | None = None
+    ) -> Result:
         self._check(mb, inputs)
-        passage = Passage(mb, inputs)
+        checks.check_positions(positions, inputs)
+        passage = Passage(mb, inputs, positions=positions)
         try:
             await self.rounds.call("forward", turn, self._on_device(self.arithmetic.forward), passage)
         except BaseException:
@@ -406,12 +410,14 @@ class SwappedCompute(ThreadedCompute):
     ) -> tuple[float, Result | None]:
         self._check(mb, inputs)
         vocab = self._spec.vocab
-        declared = self._spec.targets
+        declared, places = self._spec.targets, None
         targets, weight = checks.weighed(targets, declared, inputs.shape[1], vocab, self._setup.microbatches)
         checks.check_targets(targets, inputs, self._spec, self._setup.sequences)
+        if self._spec.apart:
+            places, targets = positions_in(targets, vocab)
         checks.check_sample_values("targets", targets, vocab + (mb.heldout or weight is not None))
         weight = mb.share(len(inputs)) if weight is None else weight
-        passage = Passage(mb, inputs, targets, accumulate=accumulate, weight=weight)
+        passage = Passage(mb, inputs, targets, accumulate=accumulate, weight=weight, positions=places)
         try:
             await self.rounds.call("loss", turn, self._on_device(self.arithmetic.loss), passage)
         finally:

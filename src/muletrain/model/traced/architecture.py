@@ -23,7 +23,7 @@ from muletrain.model.loss import Head
 from muletrain.model.module import StageModule
 from muletrain.model.traced.adapter import put_in
 from muletrain.model.traced.export import INSIDE, first_line, first_names
-from muletrain.model.traced.outline import ADAPTER
+from muletrain.model.traced.outline import ADAPTER, APART
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,7 +85,7 @@ class Whole(StageModule):
             return torch.allclose(parts, whole, rtol=1e-4, atol=1e-4)
         return False
 
-    def before_head(self, inputs: Tensor, masks: Masks | None) -> Head:
+    def before_head(self, inputs: Tensor, masks: Masks | None, positions: Tensor | None = None) -> Head:
         """See ``StageModule``. The model's class computes its head from the outputs of its inner model, which are
         computed once, and handed to it in pieces."""
         model: Any = self.model
@@ -99,7 +99,7 @@ class Whole(StageModule):
             return out
 
         with _answering(base, first):
-            model(input_ids=inputs, use_cache=False)
+            model(input_ids=inputs, use_cache=False, **_at(positions, inputs))
         out, values = found
 
         def logits(pieces: Sequence[Tensor]) -> Tensor:
@@ -111,11 +111,29 @@ class Whole(StageModule):
         outer = [child for child in model.children() if child is not base]
         return Head(logits, [values], [p for child in outer for p in child.parameters() if p.requires_grad])
 
-    def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
-        model = self.model
-        logits: Tensor = (
-            model(input_ids=inputs, use_cache=False).logits if caches is None else caches[0].goes_on(model, inputs)
-        )
+    def forward(
+        self,
+        inputs: Tensor,
+        masks: Masks | None = None,
+        caches: Mapping[int, Any] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        if caches is not None:
+            written: Tensor = caches[0].goes_on(self.model, inputs)
+            return written
+        logits: Tensor = self.model(input_ids=inputs, use_cache=False, **_at(positions, inputs)).logits
+        return logits
+
+
+def _at(positions: Tensor | None, inputs: Tensor) -> dict[str, Tensor]:
+    return {} if positions is None else {"position_ids": positions.to(inputs.device)}
+
+
+class Apart(Whole):
+    """The same, for tracing: conversations of one row are apart."""
+
+    def forward(self, inputs: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        logits: Tensor = self.model(input_ids=inputs, position_ids=positions, use_cache=False).logits
         return logits
 
 
@@ -203,7 +221,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.M
     """The model on the meta device, in training mode. Raises ConfigError for an architecture that the installed
     ``transformers`` does not have, or that is no causal language model."""
     config = checked(config)
-    adapter = config.pop(ADAPTER, None)
+    adapter, _ = config.pop(ADAPTER, None), config.pop(APART, None)
     with quiet():
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
         from transformers import __version__ as version

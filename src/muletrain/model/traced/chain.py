@@ -23,7 +23,7 @@ from muletrain.model.traced.making import (
     outlined,
     tables_bytes_of,
 )
-from muletrain.model.traced.outline import ADAPTER
+from muletrain.model.traced.outline import ADAPTER, APART
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Set
@@ -91,12 +91,18 @@ class TracedModel(Described):
         differs from the run's."""
         assert config.architecture is not None
         model = cls(config.architecture, config.context, Compression.from_config(config))
+        if config.attention == "conversation":
+            model = model.with_apart()
         if config.chain is not None and config.chain.partition(" ")[0] != model.chain_name.partition(" ")[0]:
             raise ConfigError(
                 f"model.chain: the run's blocks are {config.chain}, and this machine makes {model.chain_name}: install the "
                 f"same versions, or numbers would differ"
             )
         return model
+
+    def with_apart(self) -> TracedModel:
+        """The same model with conversations of one row ``apart``."""
+        return dataclasses.replace(self, architecture=json.dumps({**self.config, APART: True}, sort_keys=True))
 
     @classmethod
     def from_json(cls, text: str) -> TracedModel:
@@ -132,6 +138,10 @@ class TracedModel(Described):
         """The maker of the module; None: ``transformers``."""
         name: str | None = self.config.get("factory")
         return name
+
+    @property
+    def apart(self) -> bool:  # type: ignore[override]
+        return APART in self.config
 
     @property
     def own_loss(self) -> bool:

@@ -172,7 +172,8 @@ class _Kept:
         """The tables, which all parts share, so that these storages do not count."""
         names = {name: node for node, name in self._traced.constants.items()}
         given = [self._meta(names[name]).detach() for name in self._chain.constants]
-        made = self._chain.tables(*given, 1, self._tokens, torch.device("meta"))
+        places = [torch.empty(1, self._tokens, dtype=torch.int64, device="meta")] if self._chain.apart else []
+        made = self._chain.tables(*given, *places, 1, self._tokens, torch.device("meta"))
         named = zip(self._chain.table_names, made, strict=True)
         return {name: operators.Causal() if name in self._causal else table for name, table in named}
 

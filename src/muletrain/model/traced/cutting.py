@@ -1,9 +1,9 @@
 """Cuts a flat graph into parts: a part before the first block, the blocks, and a part after the last block.
 
 A part is a function of weights, of values from earlier parts, and of *tables*: values that depend on the shape of the
-microbatch alone (positions, masks, rotary angles). Every stage computes the tables itself, so only values that depend
-on samples or weights travel. Targets reach every stage, but only the last part uses targets. Equal parts have equal
-code, and share one function.
+microbatch alone (positions, masks, rotary angles), or on the positions in conversations that share a row. Every stage
+computes the tables itself, so only values that depend on samples or weights travel. Targets reach every stage, but only
+the last part uses targets. Equal parts have equal code, and share one function.
 """
 
 from __future__ import annotations
@@ -119,9 +119,11 @@ class Parts:
 
     parts: tuple[Part, ...]
     tables: fx.GraphModule
-    """(constants, sequences, tokens, where) -> tables"""
+    """(constants, positions if ``apart``, sequences, tokens, where) -> tables"""
     constants: tuple[str, ...]
     """Buffers and constants that the tables follow from."""
+    apart: bool
+    """Tables follow from the positions of the tokens in their conversations, too."""
     table_names: tuple[str, ...]
     masks: frozenset[str]
     """Tables that are used only as attention masks."""
@@ -163,6 +165,7 @@ def cut(traced: Traced, module: nn.Module) -> Parts:
     ordered = by_need(in_parts, traced.output)
     passed = _passed(traced, chain([traced.inputs], *ordered), place, count + 2)
     tables = {n for n, part in place.items() if part == -1} | traced.constants.keys()
+    tables |= set() if traced.positions is None else {traced.positions}
     for number, nodes in enumerate(ordered):
         made = _Function(traced, nodes, tables)
         own = tuple(n for n in passed[number] if place[n] == number and n is not traced.inputs)
@@ -223,8 +226,8 @@ def _refuse_random(node: fx.Node) -> None:
 
 
 def _fixed(traced: Traced) -> set[fx.Node]:
-    """Nodes that depend on the microbatch's shape alone."""
-    fixed: set[fx.Node] = {traced.device, *traced.constants}
+    """Nodes that depend on the microbatch's shape and positions alone."""
+    fixed: set[fx.Node] = {traced.device, *traced.constants, *([] if traced.positions is None else [traced.positions])}
     for node in traced.graph.nodes:
         if node.op != "call_function":
             continue
@@ -384,7 +387,7 @@ class _Function:
 
 def _tables(
     traced: Traced, place: dict[fx.Node, int], parts: Iterable[Part]
-) -> tuple[fx.GraphModule, tuple[str, ...], tuple[str, ...], frozenset[str]]:
+) -> tuple[fx.GraphModule, tuple[str, ...], bool, tuple[str, ...], frozenset[str]]:
     """The function that makes the tables of ``parts``, with the names of constants (inputs) and outputs."""
     wanted = list(dict.fromkeys(name for part in parts for name in part.tables))
     flat = {node.name: node for node in traced.graph.nodes}
@@ -395,6 +398,9 @@ def _tables(
     for number, node in enumerate(constants):
         env[node] = graph.placeholder(f"constant_{number}")
         env[node].meta.update(node.meta)
+    if traced.positions is not None:
+        env[traced.positions] = graph.placeholder("positions")
+        env[traced.positions].meta.update(traced.positions.meta)
     sizes = [graph.placeholder("sequences"), graph.placeholder("tokens")]
     env[traced.device] = graph.placeholder("where")
     for node in nodes:
@@ -408,7 +414,7 @@ def _tables(
     graph.output(tuple(env[node] for node in roots))
     masks = frozenset(node.name for node in roots if node.users and all(_masks(user, node) for user in node.users))
     names = tuple(traced.constants[node] for node in constants)
-    return fx.GraphModule(nn.Module(), graph), names, tuple(wanted), masks
+    return fx.GraphModule(nn.Module(), graph), names, traced.positions is not None, tuple(wanted), masks
 
 
 def _masks(user: fx.Node, node: fx.Node) -> bool:

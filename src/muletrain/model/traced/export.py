@@ -47,11 +47,12 @@ INSIDE = "model."
 @dataclass
 class Traced:
     """One graph: placeholders for parameters, buffers, constants, the inputs, the targets (of a module with its own
-    loss) and the device; the output is logits or loss."""
+    loss) or positions, and the device; the output is logits or loss."""
 
     graph: fx.Graph
     inputs: fx.Node
     targets: fx.Node | None
+    positions: fx.Node | None
     device: fx.Node
     output: fx.Node
     parameters: dict[fx.Node, str] = field(default_factory=dict)
@@ -68,8 +69,10 @@ class Traced:
 
     def size_of(self, node: fx.Node) -> int | None:
         """The index in ``sizes`` of the size that a node reads from inputs or targets; None: another node."""
-        if node.target is not aten.sym_size.int or node.args[0] not in (self.inputs, self.targets):
+        if node.target is not aten.sym_size.int or node.args[0] not in (self.inputs, self.targets, self.positions):
             return None
+        if node.args[0] is self.positions:
+            return int(node.args[1])  # type: ignore[arg-type]
         size = node.args[0].meta["val"].shape[node.args[1]]  # type: ignore[union-attr]
         return next((k for k, known in enumerate(self.sizes) if str(known) == str(size)), None)
 
@@ -80,13 +83,15 @@ def trace(
     given: Sequence[TensorType] = (TOKENS,),
     dtype: torch.dtype = torch.float32,
     *,
+    own: bool = False,
     repeats: bool = True,
 ) -> Traced:
-    """Trace ``module``, which lies on the meta device and maps the ``given`` inputs to logits [B, T, V] (tokens alone)
-    or to a loss (inputs and targets; floats are in ``dtype``). ``repeats``: the module has many equal layers, so
+    """Trace ``module``, which lies on the meta device and maps the ``given`` inputs to logits [B, T, V] (tokens alone, or
+    tokens and positions) or, ``own``, to a loss (inputs and targets; floats are in ``dtype``).
+
+    ``repeats``: the module has many equal layers, so
     torch's findings about an operator are cached; with few layers, caching is slower. Raises ConfigError with the place
     and cause of a failure."""
-    own = len(given) > 1
     examples = tuple(
         torch.zeros(
             kind.batch(TRACED_SHAPE[0], min(TRACED_SHAPE[1], context)),
@@ -225,13 +230,27 @@ class _Flattening:
                                 f"while it is traced; make it by torch.tensor, or take another model"
                             )
             env[node] = known[name]
-        inputs, targets = users[0], users[1] if len(users) > 1 else None
+        inputs, targets, positions = (
+            users[0],
+            *([*users[1:], None, None] if self._own else [None, *users[1:], None])[:2],
+        )
         self._device = device
         (output,) = self._copy(self._program.graph_module, env, {})
         sizes = tuple(inputs.meta["val"].shape)[: self._lead]
         frozen = {name: node.meta["val"].dtype for node, name in parameters.items() if name in self._frozen}
         return Traced(
-            self._graph, inputs, targets, device, output, parameters, frozen, shapes, constants, values, sizes
+            self._graph,
+            inputs,
+            targets,
+            positions,
+            device,
+            output,
+            parameters,
+            frozen,
+            shapes,
+            constants,
+            values,
+            sizes,
         )
 
     def _placeholder(self, node: fx.Node) -> fx.Node:

@@ -150,7 +150,13 @@ class Writes(StageModule):
         self.module = trained(about, weights)
         self.eval()
 
-    def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        masks: Masks | None = None,
+        caches: Mapping[int, Any] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         remedy = "give 'targets' the default None, and return logits [B, T, vocab] then"
         try:
             found = self.module(inputs)

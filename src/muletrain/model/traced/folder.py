@@ -19,7 +19,7 @@ from muletrain.model.hf_files import Stored, mapped, read_json, same, stored, wi
 from muletrain.model.native import is_native
 from muletrain.model.traced.adapter import in_base
 from muletrain.model.traced.chain import TracedModel
-from muletrain.model.traced.outline import ADAPTER
+from muletrain.model.traced.outline import ADAPTER, APART
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -54,7 +54,7 @@ def import_traced(
 
 def with_adapter(model: TracedModel, adapter: dict[str, Any] | None) -> TracedModel:
     """``model`` with ``adapter``; None: without."""
-    config = {name: value for name, value in model.config.items() if name != ADAPTER}
+    config = {name: value for name, value in model.config.items() if name not in (ADAPTER, APART)}
     config |= {} if adapter is None else {ADAPTER: adapter}
     return dataclasses.replace(model, architecture=json.dumps(config, sort_keys=True))
 

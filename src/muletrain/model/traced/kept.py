@@ -83,7 +83,7 @@ def _text(parts: Parts) -> list[object]:
     """Everything that decides the chain's results, except constants."""
     own = [(p.code, p.weights, p.inputs, p.tables, p.outputs, p.site) for p in parts.parts]
     passed = [[(n.name, n.meta["val"].dtype) for n in nodes] for nodes in parts.passed]
-    return [own, passed, str(parts.tables.code), parts.constants, parts.table_names, parts.masks]
+    return [own, passed, str(parts.tables.code), parts.constants, parts.apart, parts.table_names, parts.masks]
 
 
 def _digest(parts: Parts, content: str) -> str:
@@ -108,6 +108,7 @@ def _written(parts: Parts, constants: Mapping[str, Tensor]) -> dict[str, Any]:
         "types": [_of_dtype(n.meta["val"].dtype) for n in _holders(parts.tables.graph, len(parts.constants))],
         "table_names": list(parts.table_names),
         "masks": sorted(parts.masks),
+        "apart": parts.apart,
         "passed": [
             [
                 [n.name, _of_dtype(n.meta["val"].dtype), [int(s) for s in n.meta["val"].shape[parts.lead :]]]
@@ -201,6 +202,7 @@ def _read(content: str) -> Computing:
             parts,
             fx.GraphModule(nn.Module(), tables),
             tuple(name for name, *_ in about["constants"]),
+            bool(about["apart"]),
             tuple(about["table_names"]),
             frozenset(about["masks"]),
             passed,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muletrain.errors import ConfigError
-from muletrain.model.chain import Model
+from muletrain.model.chain import TOKENS, Model
 from muletrain.model.traced.outline import Outline, agreed, alike, extend, keep_short, known, lengthened
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def made(spec: Described, precision: str, blocks: int | None = None) -> Made:
     if blocks is not None:
         del _layers(module)[1][blocks:]
     try:
-        given = (spec.inputs, spec.targets) if spec.own_loss else (spec.inputs,)
-        traced = trace(module, spec.context, given, dtype, repeats=blocks is None)
+        given = [spec.inputs, *([spec.targets] if spec.own_loss else [TOKENS] if spec.apart else [])]
+        traced = trace(module, spec.context, given, dtype, own=spec.own_loss, repeats=blocks is None)
         if spec.own_loss:
             check_vocabulary(traced, spec.vocab)
         parts = cut(traced, module)
@@ -267,4 +267,5 @@ def _built(spec: Described, dtype: torch.dtype) -> tuple[nn.Module, Callable[[],
     from muletrain.model.traced import architecture as hf
 
     model = hf.build(spec.config, dtype)
-    return hf.Whole(spec, hf.at_one_length(model)), lambda: hf.buffers_of(model, spec.context)
+    whole = (hf.Apart if spec.apart else hf.Whole)(spec, hf.at_one_length(model))
+    return whole, lambda: hf.buffers_of(model, spec.context)

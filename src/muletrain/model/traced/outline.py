@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 KIND = "traced"
 """The cache's folder."""
 ADAPTER = "adapter"
+APART = "muletrain_apart"
 """The entry of an architecture that ``adapter.described`` gives."""
 
 

@@ -35,6 +35,7 @@ class Tables:
     def __init__(self, chain: Parts, constants: Mapping[str, Tensor]) -> None:
         self.chain, self._constants = chain, constants
         self.of = functools.lru_cache(maxsize=TABLES)(self._make)
+        self.at = functools.lru_cache(maxsize=TABLES)(self._made_at)  # a tensor is equal to itself alone
         self.most_bytes = functools.lru_cache(maxsize=TABLES)(self._most_bytes)
 
     @torch.no_grad()
@@ -42,6 +43,11 @@ class Tables:
         chain, made = self.chain, self._values(sequences, length, device)
         named = dict(zip(chain.table_names, made, strict=True))
         return {k: Causal() if k in chain.masks and is_causal(v, length) else v for k, v in named.items()}
+
+    @torch.no_grad()
+    def _made_at(self, positions: Tensor, device: torch.device) -> dict[str, Any]:
+        sequences, length = positions.shape
+        return dict(zip(self.chain.table_names, self._values(sequences, length, device, positions), strict=True))
 
     def causal(self, length: int) -> set[str]:
         """Masks for which fused kernels need no table, in sequences of ``length`` tokens.
@@ -52,7 +58,7 @@ class Tables:
         many.
         """
         tried = min(length, self._largest_number(length) + 2)
-        if not self.chain.masks or tried**2 > MOST_MASK:
+        if not self.chain.masks or self.chain.apart or tried**2 > MOST_MASK:
             return set()
         made = self._make(1, tried, torch.device("cpu"))
         return {name for name, table in made.items() if isinstance(table, Causal)}
@@ -74,11 +80,16 @@ class Tables:
                 found.append(int(values[node]) if values[node].numel() == 1 else length)
         return max(number for number in found if number <= length)
 
-    def _values(self, sequences: int, length: int, device: torch.device) -> Sequence[Any]:
+    def _values(
+        self, sequences: int, length: int, device: torch.device, positions: Tensor | None = None
+    ) -> Sequence[Any]:
         chain = self.chain
         holders = chain.tables.graph.find_nodes(op="placeholder")
         dtypes = [holder.meta["val"].dtype for holder in holders[: len(chain.constants)]]
         given = [self._constants[n].to(device, dtype) for n, dtype in zip(chain.constants, dtypes, strict=True)]
+        if chain.apart:
+            places = torch.arange(length).expand(sequences, -1) if positions is None else positions
+            given.append(places.to(device))
         made: Sequence[Any] = chain.tables(*given, sequences, length, device)
         return made
 
@@ -149,16 +160,29 @@ class TracedStage(StageModule):
         kinds, own = self._tables_in(dtype).chain.frozen, self.shapes()
         return frozenset(name for name, kind in kinds.items() if kind != dtype and name in own)
 
-    def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
-        return self._run_parts(inputs, None, masks)[0]
+    def forward(
+        self,
+        inputs: Tensor,
+        masks: Masks | None = None,
+        caches: Mapping[int, Any] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        return self._run_parts(inputs, None, masks, positions)[0]
 
-    def loss(self, inputs: Tensor, targets: Tensor, masks: Masks | None = None, scale: float = 1.0) -> Tensor:
+    def loss(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        masks: Masks | None = None,
+        scale: float = 1.0,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         if not self.spec.own_loss:
-            return super().loss(inputs, targets, masks, scale)
+            return super().loss(inputs, targets, masks, scale, positions)
         (loss,) = self._run_parts(inputs, targets, masks)
         return loss.float()
 
-    def before_head(self, inputs: Tensor, masks: Masks | None) -> Head:
+    def before_head(self, inputs: Tensor, masks: Masks | None, positions: Tensor | None = None) -> Head:
         head, weights = self.tables.chain.parts[-1], dict[str, Tensor](self.named_parameters())
         given = self._in_kinds(head.weights, [weights[name] for name in head.weights])
 
@@ -169,7 +193,9 @@ class TracedStage(StageModule):
             found: Tensor = head.function(*given, *values, *sizes, x.device, None, head.site, 1)[0]
             return found
 
-        return Head(logits, self._run_parts(inputs, None, masks, end=-1), [w for w in given if w.requires_grad])
+        return Head(
+            logits, self._run_parts(inputs, None, masks, positions, end=-1), [w for w in given if w.requires_grad]
+        )
 
     def _in_kinds(self, names: Sequence[str], given: Sequence[Tensor]) -> list[Tensor]:
         """The weights ``given``. Frozen weights are converted to the types of the graph."""
@@ -187,13 +213,21 @@ class TracedStage(StageModule):
         with saved_tensors_hooks(again.pack, again.unpack):
             return part.function(*weights, *rest)
 
-    def _run_parts(self, inputs: Tensor, targets: Tensor | None, masks: Masks | None, end: int = 0) -> list[Tensor]:
+    def _run_parts(
+        self,
+        inputs: Tensor,
+        targets: Tensor | None,
+        masks: Masks | None,
+        positions: Tensor | None = None,
+        end: int = 0,
+    ) -> list[Tensor]:
         """The values for the next stage; of the last part, the logits or the loss. ``end`` -1: instead, the inputs of the
         last part."""
         samples = self.is_first and self.tables.chain.lead == 1
         sequences, length = inputs.shape[0], 1 if samples else inputs.shape[1]
         chain, weights = self.tables.chain, dict[str, Tensor](self.named_parameters())
-        tables = self.tables.of(sequences, length, inputs.device)
+        of, device = self.tables, inputs.device
+        tables = of.of(sequences, length, device) if positions is None else of.at(positions, device)
         first, last = self._run
         if self.is_first:
             env = {chain.inputs: self._cast(inputs)}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from muletrain import __version__
+import muletrain
 from muletrain.runs.folder import temporary_folder
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def examine(question: Question, told: Callable[[str], None] = lambda part: None)
 def python() -> Check:
     """Check the version of Python and the platform."""
     version, system = sys.version_info[:2], f"{platform.system()} {platform.machine()}"
-    found = f"{platform.python_version()} on {system}, muletrain {__version__}"
+    found = f"{platform.python_version()} on {system}, muletrain {muletrain.__version__}"
     low, high = PYTHON
     if not low <= version < high:
         fix = f"make a virtual environment with Python {low[0]}.{low[1]} to {high[0]}.{high[1] - 1}"

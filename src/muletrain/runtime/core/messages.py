@@ -39,12 +39,13 @@ M = TypeVar("M", bound="Message")
 
 class Message(BaseModel):
     """Base of all headers. ``KIND``: the frame or call; ``CHANNEL``: the stream of a frame; ``TENSORS``: number of
-    tensors."""
+    tensors, of which up to ``MORE`` may be added."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
     KIND: ClassVar[str]
     CHANNEL: ClassVar[Channel] = Channel.CONTROL
     TENSORS: ClassVar[int] = 0
+    MORE: ClassVar[int] = 0
 
     def frame(self, tensors: list[Any] | None = None) -> Frame:
         return Frame(self.KIND, None, tensors, self)
@@ -58,7 +59,7 @@ class Message(BaseModel):
     @classmethod
     def parse(cls: type[M], frame: Frame) -> M:
         """Returns the message of ``frame``. Raises ProtocolError for an invalid header or a wrong number of tensors."""
-        if len(frame.tensors) != cls.TENSORS:
+        if not cls.TENSORS <= len(frame.tensors) <= cls.TENSORS + cls.MORE:
             raise Malformed(f"{frame.kind}: {len(frame.tensors)} tensors instead of {cls.TENSORS}")
         if type(frame.message) is cls:  # the message never left this process, and was validated at its creation
             return frame.message

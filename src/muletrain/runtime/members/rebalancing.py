@@ -8,16 +8,18 @@ leaving and joining keep their own promises.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections import deque
+from contextlib import suppress
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from muletrain.errors import NetworkError
-from muletrain.events import DirectoryFailed, MoveDecided
+from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError
+from muletrain.events import DirectoryFailed, MoveDecided, MoveRefused
 from muletrain.policy.assignment import Load, View
 from muletrain.policy.rebalance import Confirmed
 
@@ -40,8 +42,8 @@ Positive = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
 
 
 class Announcement(BaseModel):
-    """The load of a peer, as JSON in the directory. ``coming``: the peer is on its way to ``stage``. ``targets``: see
-    ``Load.targets``."""
+    """The load of a peer, as JSON in the directory. ``coming``: the peer is on its way to ``stage``. ``targets``,
+    ``prepares_s``: see ``Load``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     stage: Annotated[int, Field(ge=0, lt=4096)]
@@ -49,6 +51,7 @@ class Announcement(BaseModel):
     speed: Positive | None
     coming: bool
     targets: Annotated[frozenset[int], Field(max_length=4096)] | None
+    prepares_s: Annotated[tuple[Positive, ...], Field(max_length=4096)] = ()
 
 
 class Mover(Protocol):
@@ -60,6 +63,14 @@ class Mover(Protocol):
 
     def fits(self, stage: int) -> bool:
         """Does the peer's memory have room for ``stage``?"""
+        ...
+
+    def prepares_s(self, stage: int) -> float:
+        """About how many seconds ``prepare`` takes; 0: nothing lacks."""
+        ...
+
+    async def prepare(self, stage: int) -> None:
+        """Fetch what ``stage`` needs beside its state. Raises MuletrainError."""
         ...
 
     def move(self, stage: int | None) -> None:
@@ -104,9 +115,30 @@ class Rebalancer:
             if not self.settled:
                 continue
             target = await self._decide(queued / SAMPLES)
+            if target is not None and self._mover.prepares_s(target):
+                target = await self._prepared(target)
             self._mover.move(target)
             if target is not None:
                 await self._announce(0.0, target)
+
+    async def _prepared(self, target: int) -> int | None:
+        """Returns ``target`` once this peer has what it needs there, while it goes on serving; None: that is not to be
+        had."""
+        ctx = self._ctx
+        preparing = ctx.spawn(self._mover.prepare(target), "preparing to move")
+        try:
+            while not preparing.done():
+                await self._announce(0.0, target)
+                with suppress(DeadlineExceeded):
+                    waiting = asyncio.wait({preparing})
+                    await ctx.clock.deadline(waiting, ctx.plan.rebalance_s, "weights of another stage")
+            preparing.result()
+        except MuletrainError as e:
+            ctx.emit(MoveRefused(stage=target, reason=f"lacks weights beside its state ({e})"))
+            return None
+        finally:
+            preparing.cancel()
+        return target
 
     async def _announce(self, queue: float, stage: int) -> None:
         ctx = self._ctx
@@ -117,6 +149,7 @@ class Rebalancer:
             speed=self._speed,
             coming=not self.settled or stage != ctx.roster.own.stage,
             targets=own.targets,
+            prepares_s=tuple(own.prepares_s),
         )
         kept_s = min(KEPT_MAX_S, KEPT_PERIODS * ctx.plan.rebalance_s)
         try:
@@ -133,7 +166,15 @@ class Rebalancer:
         fixed = roster.own.id == roster.genesis.coordinator
         targets = frozenset(s for s in range(plan.stages) if self._mover.fits(s)) if not fixed else frozenset()
         speeds = {roster.own.stage: self._speed or math.nan}
-        return Load(roster.own.stage, queue, speeds, targets=targets, name=roster.own.name)
+        prepares = [self._mover.prepares_s(s) for s in range(plan.stages)]
+        return Load(
+            roster.own.stage,
+            queue,
+            speeds,
+            targets=targets,
+            name=roster.own.name,
+            prepares_s=prepares if any(prepares) else (),
+        )
 
     async def _decide(self, queue: float) -> int | None:
         """Returns the stage to move to; None: stay."""
@@ -181,4 +222,6 @@ class Rebalancer:
         if not roster.knows(peer) or not (roster.is_alive(peer) or said.coming):
             return None
         speeds = {said.stage: said.speed or math.nan}
-        return Load(said.stage, said.queue, speeds, targets=said.targets, name=roster.name(peer))
+        return Load(
+            said.stage, said.queue, speeds, targets=said.targets, name=roster.name(peer), prepares_s=said.prepares_s
+        )

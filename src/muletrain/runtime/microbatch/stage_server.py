@@ -18,6 +18,7 @@ from muletrain.compute.checks import check_sample_values, check_target_values, i
 from muletrain.compute.slot import Turn
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import MicrobatchServed, MicrobatchTaken
+from muletrain.model.loss import positions_in
 from muletrain.policy.deadline import CEILING_S, Usual
 from muletrain.policy.rooms import Turns
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
@@ -64,6 +65,8 @@ class _Job:
     begun: float = math.nan
     """Start of the latest turn on the compute slot."""
     computed_s: float = 0.0
+    positions: Tensor | None = None
+    """See ``Compute.forward``."""
     excused: bool = False
     absences: int = 0
     """Absences of this peer (``Meter``) at the last check that no other replica has the microbatch."""
@@ -217,6 +220,8 @@ class StageServer:
         inputs, targets = await self._receive(job, tensors)
         if self.dispatcher is None:
             return await self._last_stage(job, inputs, targets)
+        if self.ctx.plan.targets.apart:
+            job.positions, _ = positions_in(targets[:, :-1], self.ctx.plan.vocab)
         # a copy is for another pipeline, which must not stand still meanwhile
         async with self._between if job.message.wanted else nullcontext():
             return await self._there_and_back(job, inputs, tensors[1], self.dispatcher)
@@ -279,7 +284,9 @@ class StageServer:
 
     async def _compute_forward(self, job: _Job, inputs: Tensor) -> Encoded:
         ctx = self.ctx
-        outputs = await ctx.compute.forward(job.microbatch, inputs, self._turn(self._forward, job, "forward"))
+        outputs = await ctx.compute.forward(
+            job.microbatch, inputs, self._turn(self._forward, job, "forward"), job.positions
+        )
         took = self._took_s(job)
         ctx.worked("compute", "forward", job.begun, job.message.step, job.message.index)
         ctx.meter.stats.forward_s += took

@@ -314,6 +314,14 @@ class Peer:
         """See ``members.rebalancing.Mover``."""
         return self._host.fits(stage)
 
+    def prepares_s(self, stage: int) -> float:
+        """See ``members.rebalancing.Mover``."""
+        return self._host.prepares_s(stage)
+
+    async def prepare(self, stage: int) -> None:
+        """See ``members.rebalancing.Mover``."""
+        await self._host.prepare(stage)
+
     def load(self) -> int:
         """Returns the number of held requests, waiting or in work; at most ``Plan.capacity``."""
         return self._microbatches.server.load()

@@ -16,6 +16,13 @@ class PeerHost:
         """Does the memory of this machine have room for ``stage``?"""
         return True
 
+    def prepares_s(self, stage: int) -> float:
+        """See ``members.rebalancing.Mover``."""
+        return 0.0
+
+    async def prepare(self, stage: int) -> None:
+        """See ``members.rebalancing.Mover``."""
+
     def applied(self, record: StepRecord) -> bool:
         """The peer applied a step. Returns True to end the run after that step."""
         return False

@@ -33,6 +33,7 @@ class Call:
     sequences: int
     inputs: Tensor | None = None
     targets: Tensor | None = None
+    positions: Tensor | None = None
     begun: bool = False
     loss: float = 0.0
     output: Tensor | None = None
@@ -51,9 +52,10 @@ class Call:
         """Returns the inputs of ``part``."""
         assert self.inputs is not None  # a backward is cut as the forward was
         rows = slice(part.first, part.first + part.rows)
-        inputs, targets = self.inputs[rows], None if self.targets is None else encode_samples(self.targets[rows])
+        inputs = self.inputs[rows]
+        targets, positions = (None if x is None else encode_samples(x[rows]) for x in (self.targets, self.positions))
         sent = encode_samples(inputs) if compute.stage == 0 else await compute.offload(encode, inputs, codec)
-        return KeptPart(part.rows, sent, targets)
+        return KeptPart(part.rows, sent, targets, positions)
 
     def fail(self, error: BaseException) -> None:
         if not self.done.done():

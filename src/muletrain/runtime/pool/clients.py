@@ -332,7 +332,7 @@ class Clients:
     def header(self, kind: str) -> int:
         """See ``network.base.Bounds``."""
         message = FROM_CLIENT[kind]
-        return 128 + 128 * message.TENSORS + message.most()
+        return 128 + 128 * (message.TENSORS + message.MORE) + message.most()
 
     async def expect(self, sender: PeerId, frame: Frame) -> None:
         """See ``network.base.Bounds``."""

@@ -166,10 +166,11 @@ class Give(Message):
 
 
 class GiveInputs(Give):
-    """Inputs of a forward."""
+    """Inputs of a forward, and positions if conversations are apart (``Compute.forward``)."""
 
     KIND: ClassVar[str] = "hub.inputs"
     TENSORS: ClassVar[int] = 1
+    MORE: ClassVar[int] = 1
 
 
 class GiveGradient(Give):
@@ -180,10 +181,11 @@ class GiveGradient(Give):
 
 
 class GiveBoth(Give):
-    """Inputs, and targets (on the last stage) or the gradient of the outputs (elsewhere)."""
+    """Inputs, and targets (on the last stage) or the gradient of the outputs and positions, if any (elsewhere)."""
 
     KIND: ClassVar[str] = "hub.both"
     TENSORS: ClassVar[int] = 2
+    MORE: ClassVar[int] = 1
 
 
 class Numbered(Message):

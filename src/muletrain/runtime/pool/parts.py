@@ -31,12 +31,14 @@ Place = tuple[int, int]
 
 @dataclass
 class KeptPart:
-    """The inputs of a part. ``gradient``: of the outputs; ``forward_at``: the worker that has the part's forward, given
+    """The inputs of a part. ``positions``: see ``Compute.forward``; ``gradient``: of the outputs;
+    ``forward_at``: the worker that has the part's forward, given
     under ``forward_number``."""
 
     rows: int
     inputs: Encoded
     targets: Encoded | None = None
+    positions: Encoded | None = None
     gradient: Encoded | None = None
     forward_at: PeerId | None = None
     forward_number: int = 0
@@ -65,17 +67,22 @@ def given_message(
 ) -> tuple[Give, list[Encoded]]:
     """Returns the message that gives a part to a client, with tensors. ``has_forward``: the client has the part's
     forward; ``whole``: sequences of a microbatch."""
+    places = [] if kept.positions is None else [kept.positions]
     about = {**given.part._asdict(), "number": given.number, "generation": generation, "whole": whole}
     if given.part.what is Pass.FORWARD:
-        return GiveInputs(**about, accumulate=False), [kept.inputs]
+        return GiveInputs(**about, accumulate=False), [kept.inputs, *places]
     if given.part.what is Pass.BACKWARD and has_forward:
         return GiveGradient(**about, accumulate=accumulate), [kept.other]
-    return GiveBoth(**about, accumulate=accumulate), [kept.inputs, kept.other]
+    return GiveBoth(**about, accumulate=accumulate), [kept.inputs, kept.other, *places]
 
 
-async def recomputed(compute: Compute, mb: Microbatch, inputs: Tensor, other: Tensor, seed: bytes) -> dict[str, Sketch]:
+async def recomputed(
+    compute: Compute, mb: Microbatch, inputs: Tensor, other: Tensor, seed: bytes, positions: Tensor | None = None
+) -> dict[str, Sketch]:
     """Computes forward and backward of a part, and keeps nothing. ``other``: targets at the last stage, else the
-    gradient of the outputs. Returns sketches of the parameters' gradient and, where the stage has such tensors, of the
+    gradient of the outputs; ``positions``: see ``Compute.forward``.
+
+    Returns sketches of the parameters' gradient and, where the stage has such tensors, of the
     outputs and of the inputs' gradient. Raises MuletrainError."""
     compute.discard(mb)
     try:
@@ -83,7 +90,7 @@ async def recomputed(compute: Compute, mb: Microbatch, inputs: Tensor, other: Te
         if last:
             _, result = await compute.loss_backward(mb, inputs, other, accumulate=True)
         else:
-            outputs = await (await compute.forward(mb, inputs))
+            outputs = await (await compute.forward(mb, inputs, positions=positions))
             found["outputs"] = await compute.offload(sketch, outputs.reshape(-1), seed)
             result = await compute.backward(mb, other, accumulate=True)
         if result is not None:
@@ -100,16 +107,18 @@ async def computed_part(
     """Computes ``part`` on the server's own device. Returns the loss, the output, if any, and the sketches of a check.
     Raises MuletrainError, and KeyError if the forward was dropped meanwhile."""
     inputs, loss, output = await compute.offload(decode, kept.inputs), 0.0, None
+    places = None if kept.positions is None else decode(kept.positions)
     if part.what is Pass.CHECK:
-        return 0.0, None, await recomputed(compute, mb, inputs, await compute.offload(decode, kept.other), seed)
+        other = await compute.offload(decode, kept.other)
+        return 0.0, None, await recomputed(compute, mb, inputs, other, seed, places)
     if part.what is Pass.FORWARD:
-        output = await compute.forward(mb, inputs)
+        output = await compute.forward(mb, inputs, positions=places)
     elif kept.targets is not None:
         loss, output = await compute.loss_backward(mb, inputs, decode(kept.targets), accumulate=accumulate)
     else:
         if part.what is Pass.AGAIN or kept.forward_at != OWN:
             compute.discard(mb)
-            await compute.forward(mb, inputs)
+            await compute.forward(mb, inputs, positions=places)
         assert kept.gradient is not None  # given with every backward
         gradient = await compute.offload(decode, kept.gradient)
         output = await compute.backward(mb, gradient, accumulate=accumulate)

@@ -35,10 +35,12 @@ class PooledCompute(WrappedCompute):
 
     # Forward and backward -------------------------------------------------------------------------------------------
 
-    async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
+    async def forward(
+        self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE, positions: Tensor | None = None
+    ) -> Result:
         if mb.heldout:  # clients compute only training microbatches
-            return await self.inner.forward(mb, inputs, turn)
-        call = Call(mb, Pass.FORWARD, turn, accumulate=False, sequences=len(inputs), inputs=inputs)
+            return await self.inner.forward(mb, inputs, turn, positions)
+        call = Call(mb, Pass.FORWARD, turn, accumulate=False, sequences=len(inputs), inputs=inputs, positions=positions)
         return Result(await self._computed(call))
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:

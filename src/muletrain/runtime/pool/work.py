@@ -13,7 +13,7 @@ from muletrain.policy.passes import Pass
 from muletrain.runtime.pool.checks import checked_message
 from muletrain.runtime.pool.messages import Checked, Finished, Give, GiveBoth, GiveGradient, GiveInputs, Output, Unable
 from muletrain.runtime.pool.parts import recomputed
-from muletrain.wire.codec import Encoded, decode, encode, sample_codecs
+from muletrain.wire.codec import IDS, Encoded, decode, encode, sample_codecs
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -225,7 +225,12 @@ class PartWork:
             (declared.batch(message.rows, length), sample_codecs(declared.dtype)) if here else between
             for declared, here in ((plan.inputs, first), (plan.targets, last))
         )
-        expected = {GiveInputs: [inputs], GiveGradient: [other], GiveBoth: [inputs, other]}[type(message)]
+        places = [((message.rows, length), IDS)] if plan.targets.apart and not last else []
+        expected = {GiveInputs: [inputs, *places], GiveGradient: [other], GiveBoth: [inputs, other, *places]}[
+            type(message)
+        ]
+        if len(tensors) != len(expected):
+            raise Malformed(f"{message.KIND}: {len(tensors)} tensors instead of {len(expected)}")
         if message.whole != plan.sequences or message.first + message.rows > plan.sequences:
             raise Malformed(f"{message.KIND}: sequences {message.first} + {message.rows} of {message.whole}")
         if last and type(message) is not GiveBoth:  # the last stage computes forward and backward together
@@ -284,20 +289,22 @@ class PartWork:
         """Raises MuletrainError, and KeyError if the forward is not here (any more)."""
         compute, part, seed = self._compute, message.part, self.seeds.get(mb.step % self._places, b"")
         first, *rest = [await compute.offload(decode, tensor) for tensor in tensors]
+        apart = self._plan.targets.apart and compute.stage < compute.stages - 1
+        places = rest.pop() if apart and not isinstance(message, GiveGradient) else None
         if part.what is Pass.CHECK:
             self._forwards.pop(mb, None)
-            return checked_message(message.number, await recomputed(compute, mb, first, rest[0], seed)), []
+            return checked_message(message.number, await recomputed(compute, mb, first, rest[0], seed, places)), []
         loss, result = 0.0, None
         if part.what is Pass.FORWARD:
             compute.discard(mb)
-            result = await compute.forward(mb, first, Turn(1))
+            result = await compute.forward(mb, first, Turn(1), places)
             self._forwards[mb] = message.number
         elif compute.stage == compute.stages - 1:
             loss, result = await compute.loss_backward(mb, first, rest[0], Turn(1), accumulate=message.accumulate)
         else:
             if rest:
                 compute.discard(mb)
-                await compute.forward(mb, first, Turn(0))
+                await compute.forward(mb, first, Turn(0), places)
             self._forwards.pop(mb, None)
             result = await compute.backward(mb, rest[-1] if rest else first, Turn(0), accumulate=message.accumulate)
         sent = []

@@ -65,6 +65,8 @@ LONGEST_S = 600.0
 """Seconds without a block and without a busy giver, after which the taker gives up."""
 PAUSE_S, PAUSE_MAX_S = 1.0, 20.0
 """Seconds between two rounds of questions, at first and at most; doubles."""
+BYTES_PER_S = 2.5e6
+"""At which weights come before any have come: 20 Mb/s, as in a home."""
 TOLD_S = 60.0
 """Seconds between two remarks about what is still to come."""
 BUSY = "this peer gives the base to others now; ask again later"
@@ -166,6 +168,14 @@ class BaseStore:
         manifest.check(max(map(_itemsize, DTYPES)) * sum(_numbers(shape) for _, shape in wanted))
         if manifest.block > block_size(manifest.size):  # blocks lie in our memory
             raise ProtocolError("the manifest of a part of the base has blocks that are too large")
+
+    def has(self, part: int) -> bool:
+        """Is ``part`` here, as far as is known without reading it?"""
+        if part in self._images or not self.model.base_in(part) or (self.readers and part not in self._read):
+            return True
+        with suppress(OSError):
+            return self.file(part).stat().st_size >= self.size(part)
+        return False
 
     def size(self, part: int) -> int:
         """About how many bytes ``part`` has."""
@@ -320,6 +330,8 @@ class BaseTaker:
     _told: float = float("-inf")
     _written: float = 0.0
     """When another process wrote the part's file."""
+    _bytes_per_s: float = BYTES_PER_S
+    """At which the last part came."""
 
     def __post_init__(self) -> None:
         self.net.receive(self._on_frame, (BaseBlock.KIND,), self)
@@ -335,7 +347,9 @@ class BaseTaker:
         self._left = sum(map(self.store.size, missing))
         for part in missing:
             try:
+                begun = self.clock.now()
                 await self._fetch(part, givers)
+                self._bytes_per_s = max(1.0, self.store.size(part) / max(1e-3, self.clock.now() - begun))
             except OSError as e:
                 raise CapacityError(
                     f"the model's weights cannot be kept in {self.store.cache}: {e.strerror or e}; give the model's folder (join "
@@ -345,6 +359,10 @@ class BaseTaker:
             if found[part] is None:
                 raise PeerUnreachable("a part of the base that came is not what the run's configuration says")
         return {name: tensor for part in found.values() for name, tensor in (part or {}).items()}
+
+    def takes_s(self, parts: range) -> float:
+        """About how many seconds pass until the missing weights of these parts have come."""
+        return sum(self.store.size(part) for part in parts if not self.store.has(part)) / self._bytes_per_s
 
     async def _fetch(self, part: int, known: Callable[[], Sequence[PeerId]]) -> None:
         """Take a part into the cache. Raises PeerUnreachable, CapacityError and OSError."""

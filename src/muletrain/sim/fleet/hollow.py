@@ -60,7 +60,9 @@ class HollowCompute:
         """Shares of parts of microbatches that are not counted yet."""
         self._updates = 0
 
-    async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
+    async def forward(
+        self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE, positions: Tensor | None = None
+    ) -> Result:
         turn.begins()
         return Result(activations(len(inputs)))
 
