@@ -25,7 +25,12 @@ from reproduction.__main__ import app as reproduction
 ROOT = Path(__file__).parents[1]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+    for path in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("benchmarks/**/*.md"),
+        *ROOT.glob("examples/*.md"),
+    ]
 }
 PROGRAMS = {"muletrain": app, "python -m proofs": proofs, "python -m reproduction": reproduction}
 COMMANDS = {name: typer.main.get_command(program) for name, program in PROGRAMS.items()}

@@ -221,6 +221,9 @@ my_measure = lambda model: sum(p.numel() for p in model.parameters())
 @pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/howto/notebooks.md"])
 def test_the_python_of_other_pages_runs(reader: Reader, page: str) -> None:
     write_rows(reader.home / "chat.jsonl", chats(60))
+    (reader.home / "corpus").mkdir()
+    for k in range(20):
+        (reader.home / "corpus" / f"{k}.txt").write_text(f"Mule {k} carries {k * k} bags over pass {k % 7}.\n" * 20)
     codes = [block.body for block in blocks((ROOT / page).read_text("utf-8")) if block.language == "python"]
     assert codes
     code = "\n".join([PRELUDE, *codes, "print(run.wait().step)"]).replace("Qwen/Qwen3-0.6B", str(reader.model))
