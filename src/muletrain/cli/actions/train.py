@@ -68,7 +68,8 @@ def run_local(
     verbose: bool = False,
 ) -> None:
     """Train with a local fleet and print the report, with its tables if ``verbose``. ``trace``: where to write a
-    timeline. ``metrics``: see ``MetricsServer``. ``board``: shows the run. Raises MuletrainError before anything starts if the run is not possible."""
+    timeline. ``metrics``: see ``MetricsServer``. ``board``: shows the run. Raises MuletrainError before
+    anything starts if the run is not possible."""
     if trace is not None:
         check_trace(trace)
         wanted = dataclasses.replace(wanted, overrides=[*wanted.overrides, "fleet.trace=true"])
