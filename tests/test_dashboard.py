@@ -457,7 +457,9 @@ def test_a_simulated_run_has_a_page(tmp_path: Path) -> None:
         "[defaults]\nlocal_rtt_ms = 50\n"
     )
     small = ("model.width=256", "model.heads=4", "model.context=512", "model.vocab=512", "model.layers=2")
-    play = Play(file, 60 / 3600, [*small, "train.microbatch=1", "train.batch=4", "fleet.stages=2", "checkpoint.every=0"])
+    play = Play(
+        file, 60 / 3600, [*small, "train.microbatch=1", "train.batch=4", "fleet.stages=2", "checkpoint.every=0"]
+    )
     play.run()
     sections, peers = play.page.sections(), play.page.peers()
     assert sections["head"]["step"] > 2

@@ -155,7 +155,7 @@ class RunPage:
                 self.frames.take(self._last_t, self._frame, hurry=self.loading)
             self._fold(event)
             self.version += 1
-            self._first_t = self._first_t or event.t
+            self._first_t = event.t if self.version == 1 else self._first_t
             self._last_t = max(self._last_t, event.t)
             if not self.frames.times:
                 self.frames.take(event.t, self._frame, hurry=self.loading)

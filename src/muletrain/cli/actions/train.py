@@ -67,8 +67,9 @@ def run_local(
     board: Dashboard | None = None,
     verbose: bool = False,
 ) -> None:
-    """Train with a local fleet and print the report, with its tables if ``verbose``. ``trace``: where to write a timeline. ``metrics``: see
-    ``MetricsServer``. ``board``: shows the run. Raises MuletrainError before anything starts if the run is not possible."""
+    """Train with a local fleet and print the report, with its tables if ``verbose``. ``trace``: where to write a
+    timeline. ``metrics``: see ``MetricsServer``. ``board``: shows the run. Raises MuletrainError before
+    anything starts if the run is not possible."""
     if trace is not None:
         check_trace(trace)
         wanted = dataclasses.replace(wanted, overrides=[*wanted.overrides, "fleet.trace=true"])
@@ -168,8 +169,8 @@ def start_run(
     board: Dashboard | None = None,
     verbose: bool = False,
 ) -> None:
-    """Found or continue a run, and serve with this machine's peers; print the report at the end, with its tables if ``verbose``. ``metrics``: see
-    ``MetricsServer``. ``board``: shows the run. Raises MuletrainError before anything starts."""
+    """Found or continue a run, and serve with this machine's peers; print the report at the end, with its tables if
+    ``verbose``. ``metrics``: see ``MetricsServer``. ``board``: shows the run. Raises MuletrainError before anything starts."""
     check_name(name)
     with _monitored(metrics) as server, board or nullcontext(), opened(wanted, "start") as (folder, config):
         check_packages(config)

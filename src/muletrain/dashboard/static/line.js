@@ -25,7 +25,7 @@ export function wire(current, onchange) {
 
 export function drawLine(run, whole, k) {
   const past = store.past?.run === k ? store.past : null;
-  span = [whole.head.first_t || 0, Math.max(whole.head.t || 1, (whole.head.first_t || 0) + 1)];
+  span = [whole.head.first_t || 0, Math.max(whole.head.t ?? 1, (whole.head.first_t ?? 0) + 1)];
   const scrub = $("scrub");
   if (!past && document.activeElement !== scrub) scrub.value = 1000;
   if (!past) scrub.value = 1000;
@@ -33,7 +33,7 @@ export function drawLine(run, whole, k) {
   const at = past ? past.t : span[1];
   const text = `${clock(at)}, step ${int(run.head.step ?? 0)}`;
   scrub.setAttribute("aria-valuetext", past ? text : `now, ${text}`);
-  $("when").textContent = past ? text : whole.head.first_t ? `${clock(span[0])} to ${clock(span[1])}` : "no event yet";
+  $("when").textContent = past ? text : whole.marks.length ? `${clock(span[0])} to ${clock(span[1])}` : "no event yet";
   $("live").disabled = !past;
   $("past").hidden = !past;
   if (past) $("past").textContent = `The page shows the run as it was at ${text}. Press Live for the present.`;
