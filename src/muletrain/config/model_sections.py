@@ -43,6 +43,7 @@ class ModelConfig(Section):
             "share_layers",
             "tie",
             "untie",
+            "attention",
             "compression",
             "compression_factor",
         ]
