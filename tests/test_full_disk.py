@@ -244,7 +244,7 @@ def test_a_swapping_run_trains_on_and_its_report_says_that_the_disk_is_full(
     disk, steps = small_disk("disk", "1100m"), 60  # a stage that swaps leaves 1 GiB
     settings = [*EXACT, f"train.steps={steps}", "compute.threads=1", f"compute.memory={GIB}", "checkpoint.every=5"]
     options = [part for setting in settings for part in ("--set", setting)]
-    run = start("run", "--strategy", "swap", *options, cwd=disk)
+    run = start("run", "--strategy", "swap", "--verbose", *options, cwd=disk)
     try:
         wait_for(lambda: trained(disk, "peer-0") or run.poll() is not None)
         shrink(disk)

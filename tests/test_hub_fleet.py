@@ -83,7 +83,7 @@ def test_clients_that_are_killed_and_frozen_cost_no_number(tmp_path: Path) -> No
     settings = [*EXACT, *HUB[1:], "train.steps=14", f"data.cache={tmp_path / 'cache'}", paced(tmp_path)]
     faults = "kill client-0@step3; kill client@step5; freeze client-3@step4 for 3s"
     ran = subprocess.run(
-        command("run", "--strategy", "hub", "--chaos", faults, settings=settings),
+        command("run", "--verbose", "--strategy", "hub", "--chaos", faults, settings=settings),
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -134,7 +134,7 @@ def test_who_joins_becomes_a_client_and_with_reliable_a_server(
 ) -> None:
     own = ("--listen", "127.0.0.1")
     words = [word for s in (*EXACT, "train.steps=100000", "compute.threads=1") for word in ("--set", s)]
-    founder = started("a", "start", "--strategy", "hub", *own, *words)
+    founder = started("a", "start", "--verbose", "--strategy", "hub", *own, *words)
     ticket = ticket_in(tmp_path / "a")
     early = started("b", "join", ticket, *own, "--threads", "1", "--name", "early")
     wait_for(lambda: "servers and clients" in "".join(p.read_text() for p in tmp_path.glob("b/runs/*/early.jsonl")))

@@ -99,7 +99,7 @@ def test_the_command_swaps_with_no_further_option_and_its_report_tells(tmp_path:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    out = ran("--strategy", "swap", "--chaos", "kill peer-1@step3", settings=settings)
+    out = ran("--strategy", "swap", "--verbose", "--chaos", "kill peer-1@step3", settings=settings)
     assert "parts that take turns" in out
     table = out[out.index("Swapped stages") :].splitlines()
     assert [line.split()[:2] for line in table if "peer-" in line][:2] == [["0", "peer-0"], ["0", "peer-1"]]

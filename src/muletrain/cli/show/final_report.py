@@ -115,7 +115,9 @@ def _trouble(view: RunView) -> list[str]:
     gave_up = sorted(view.failed.keys() - set(lost))
     names = ", ".join([*lost[:NAMED], *(["..."] if len(lost) > NAMED else [])])
     went_on = ", and the others did the work" if 0 < view.steps <= view.step else ""
+    clients = [client for of_stage in view.clients.by_stage().values() for client in of_stage]
     counts = {
+        "client": (sum(client.state in ("gone", "ended") for client in clients), "lost"),
         "microbatch": (view.rerouted, "rerouted"),
         "update": (len(view.skips), "skipped"),
         "sample": (len(view.replaced), "unusable and replaced"),

@@ -109,7 +109,7 @@ class Screen:
         if view.missing:
             more = f" and {n} more" if (n := len(view.missing) - LISTED) > 0 else ""
             yield Text(f"waiting: {', '.join(view.missing[:LISTED])}{more}", style="yellow")
-        for stage, lost in list(self._lost().items())[:3]:
+        for stage, lost in list(self._lost().items())[:2]:
             names = ", ".join(p.name for p in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
             plainly = "does not answer" if lost[0].state == "suspected" else "is gone"
             what = plainly if len(lost) == 1 else "do not answer"
