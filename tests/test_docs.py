@@ -47,7 +47,14 @@ FOLDERS = ("src", "tests", "benchmarks", "proofs", "reproduction", "docs", "exam
 MODULES = [f"/{path.relative_to(ROOT).as_posix()}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 WRITTEN = {"blocks/blocks.py"}
 """Modules that a command writes."""
-PLACEHOLDERS = {"TICKET": f"{PREFIX}x", "-": f"{PREFIX}x", "N": "7", "GIB": "7", "PLAN": "random"}
+PLACEHOLDERS = {
+    "TICKET": f"{PREFIX}x",
+    "$MULETRAIN_TICKET": f"{PREFIX}x",
+    "-": f"{PREFIX}x",
+    "N": "7",
+    "GIB": "7",
+    "PLAN": "random",
+}
 
 
 def blocks(text: str) -> list[str]:
@@ -185,6 +192,16 @@ def test_every_command_of_a_sentence_parses_as_far_as_it_goes(page: str) -> None
     lacking = re.compile("Missing parameter|requires an argument")
     problems = {line: problem(line) for line in mentioned(PAGES[page])}
     assert {line: found for line, found in problems.items() if found and not lacking.search(found)} == {}
+
+
+def test_help_shows_the_names_of_extras() -> None:
+    """Brackets that are not escaped are styles of the terminal, which vanish."""
+    every = [COMMANDS["muletrain"]]
+    for command in every:
+        every.extend(getattr(command, "commands", {}).values())
+    helps = [parameter.help or "" for command in every for parameter in command.params if hasattr(parameter, "help")]
+    assert sum("muletrain\\[" in text for text in helps) >= 3
+    assert [text for text in helps if "muletrain[" in text] == []
 
 
 def test_the_pages_have_commands() -> None:

@@ -174,7 +174,7 @@ def test_the_precision_and_the_devices_of_this_machine_are_told(text: Path, prec
     config = load_config(None, [f"data.path={text}", *SMALL, f"compute.precision={precision}", "fleet.peers=4"])
     prepared = prepare(config.local())
     said = " ".join(told(summary_of(prepared.facts, prepared.data, ["cuda:0", "cuda:1", "cuda:0"])).split())
-    arithmetic = "the fastest precision of each" if precision == "auto" else precision
+    arithmetic = "precision: each machine's fastest" if precision == "auto" else precision
     assert "where 2 stages, 4 peers, strategy swarm" in said
     assert f"this machine: 2 processes on cuda:0, 1 process on cuda:1, {arithmetic}" in said
 

@@ -160,7 +160,7 @@ QUALITY_HELP = (
     "measured (docs/swarm.md). Repeatable."
 )
 
-PICTURE_HELP = "A .png or .svg; a name such as OUT.dark.svg gives a dark picture. Repeatable. Needs: pip install 'muletrain[plots]'"
+PICTURE_HELP = "A .png or .svg; a name such as OUT.dark.svg gives a dark picture. Repeatable. Needs: pip install 'muletrain\\[plots]'"
 
 # Output ---------------------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ DashboardPort = Annotated[
         "--dashboard",
         metavar="[PORT]",
         help="Show the run on a local page, whose address is printed; 0 takes any free port, and without a number the page is at 8265 "
-        "or the next free one. Needs: pip install 'muletrain[dashboard]'",
+        "or the next free one. Needs: pip install 'muletrain\\[dashboard]'",
     ),
 ]
 DashboardHost = Annotated[

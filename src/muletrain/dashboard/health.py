@@ -19,6 +19,10 @@ SLOW = 0.6
 """A run is slow below this share of its usual speed."""
 SKIPPED = 3
 """Skipped updates in the last steps from which a run counts as diverging."""
+AVERAGING = 0.4
+"""Share of the peers' time above which averaging is what a step waits for."""
+CLEARLY = 1.1
+"""Times that a stage computes longer than the next one, from which it is named."""
 
 
 class Health(NamedTuple):
@@ -129,7 +133,7 @@ def _troubled(view: RunView, now: float, facts: Facts) -> Health | None:
         )
     if speed < SLOW * facts.usual:
         why = f"{speed:,.0f} tokens/s, usually {facts.usual:,.0f}"
-        cause = f"No answer from {silent}." if silent else slowest(view)
+        cause = f"No answer from {silent}." if silent else slowest(view) or "Look below where a step's time goes."
         return Health("slow", "warn", why, cause)
     return None
 
@@ -140,16 +144,21 @@ def _silent_peers(view: RunView) -> str:
 
 
 def slowest(view: RunView) -> str:
-    """A sentence about the stage that waits least: the others wait for it."""
-    busy = dict[int, float]()
+    """A sentence about the largest part of a step: averaging, or the stage that computes most of the time."""
+    computing, averaging_s, all_s = dict[int, float](), 0.0, 0.0
     for stage, peers in view.stages(present=True).items():
-        total = sum(peer.total_s for peer in peers)
-        if total:
-            busy[stage] = 1 - sum(peer.wait_s for peer in peers) / total
-    if len(busy) < 2:
+        total_s = sum(peer.total_s for peer in peers)
+        averaging_s, all_s = averaging_s + sum(peer.averaging_s for peer in peers), all_s + total_s
+        if total_s:
+            computing[stage] = sum(peer.compute_s for peer in peers) / total_s
+    if all_s and averaging_s > AVERAGING * all_s:
+        share = 100 * averaging_s / all_s
+        return f"Averaging takes {share:.0f} % of a step: a larger train.batch helps, further machines do not."
+    ranked = sorted(computing.values(), reverse=True)
+    if len(ranked) < 2 or ranked[0] < CLEARLY * ranked[1]:
         return ""
-    stage = max(busy, key=lambda s: busy[s])
-    return f"Stage {stage} is the busiest ({100 * busy[stage]:.0f} % of the time): a further machine helps most there."
+    stage = max(computing, key=lambda s: computing[s])
+    return f"Stage {stage} computes {100 * ranked[0]:.0f} % of the time, the others wait for it: a further machine helps most there."
 
 
 def _training(view: RunView) -> Health:

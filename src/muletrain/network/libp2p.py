@@ -421,8 +421,8 @@ async def _enter(net: Libp2pNetwork, addresses: Iterable[str]) -> list[str]:
         raise no_entry[0]
     if not reached:
         raise PeerUnreachable(
-            "no member of the run could be reached from here. The run must be up, and one of these ports open to this machine:\n  "
-            + "\n  ".join(problems)
+            "no member of the run could be reached from here. The run must be up (a resumed run has a new ticket), and one of "
+            "these ports open to this machine:\n  " + "\n  ".join(problems)
         )
     return reached
 

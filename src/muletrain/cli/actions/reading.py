@@ -26,7 +26,7 @@ SHOWN = 1500
 
 def show_data(path: str, overrides: Sequence[str], examples: int, *, json: bool) -> None:
     """Tokenise the data of such a run, and print figures and examples. Raises MuletrainError."""
-    from muletrain.runs.assemble import RunFacts, resolve_start
+    from muletrain.runs.assemble import RunFacts, attending, resolve_start
 
     config = load_config(None, [f"data.path={absolute(path)}", *overrides])
     if config.data.factory is not None:
@@ -36,8 +36,9 @@ def show_data(path: str, overrides: Sequence[str], examples: int, *, json: bool)
         if data.tokenizer == "train":
             data = data.model_copy(update={"tokenizer": config.model.from_})
         config = resolve_start(config, weights=False)
-    facts = RunFacts.of(config.model_copy(update={"data": resolved(data)}))
+    remarks = list[str]()
     with doing("reading the text") as tell:
+        facts = RunFacts.of(attending(config.model_copy(update={"data": resolved(data)}), remarks.append))
         cache = facts.data(lambda done: tell(done, "tokenising the text"))
     assert isinstance(cache, TokenCache)
     data, train = facts.config.data, config.train
@@ -50,7 +51,9 @@ def show_data(path: str, overrides: Sequence[str], examples: int, *, json: bool)
     table = new_table("", ["", data.path], ["to train on", "held out"])
     noun = "conversations" if data.counts else "documents"
     table.add_row(noun, "", f"{stats.documents:,}", f"{stats.heldout_documents:,}")
-    table.add_row("tokens", "", f"{stats.train_tokens:,}", f"{stats.heldout_tokens:,}")
+    table.add_row(
+        "tokens, with padding" if data.counts else "tokens", "", f"{stats.train_tokens:,}", f"{stats.heldout_tokens:,}"
+    )
     if data.counts:
         share = stats.padding / (stats.train_tokens + stats.heldout_tokens)
         table.add_row(
@@ -63,10 +66,9 @@ def show_data(path: str, overrides: Sequence[str], examples: int, *, json: bool)
     for line in [*stats.changes(), *([dated(data.date)] if prints_date(data) else [])]:
         console.print(line)
     if data.counts:
-        console.print(
-            "conversations in one sequence see those before them (data.pack = false: each has a sequence of its own)"
-            if data.pack
-            else "each conversation has a sequence of its own"
+        apart = (
+            "a token sees its own conversation alone" if data.pack else "each conversation has a sequence of its own"
         )
+        console.print(*(remarks or [apart]), soft_wrap=True, markup=False)
     for found in shown.examples(data, examples, SHOWN):
         console.print(example(found))

@@ -389,9 +389,11 @@ def _next(session: Session, evaluation: Quality | None) -> list[str]:
         commands.append(f'muletrain generate {folder} "{prompt}"  # {gives}')
     if not compressed:
         named = "".join(f" --factory {name}" for name in trusted()) if own_loss else ""
-        commands.append(
-            f"muletrain export {folder} --hf my-model{named}  # {'its state_dict' if own_loss else 'for transformers'}"
+        adapter = checkpoint is not None and checkpoint.config.adapter.rank is not None
+        to, gives = (
+            ("my-adapter", "for peft; --merge: for transformers") if adapter else ("my-model", "for transformers")
         )
+        commands.append(f"muletrain export {folder} --hf {to}{named}  # {'its state_dict' if own_loss else gives}")
     return commands
 
 

@@ -39,6 +39,8 @@ def check_pictures(paths: Sequence[Path]) -> None:
             raise MuletrainError(
                 f"--plot {path}: the name must end in .png or .svg (.dark.png, .dark.svg: a dark picture)"
             )
+    if not paths:
+        return
     try:
         import matplotlib  # noqa: F401
     except ImportError as e:

@@ -81,7 +81,7 @@ def _draw_speeds(axes: Axes, plan: Plan, look: Look) -> None:
         speed = 0.0 if p.problem else p.expected_per_s
         axes.barh(row, speed, height=0.62, color=look.main if recommended else look.faint)
         words = "not possible" if p.problem else format_count(speed)
-        words += ", recommended" if recommended else "" if p.runnable or p.problem else ", cannot run yet"
+        words += ", recommended" if recommended else "" if p.runnable or p.problem else ", no clients"
         axes.text(speed + 0.02 * most, row, words, va="center", fontweight="bold" if recommended else "normal")
     churned = any(p.expected_per_s != p.tokens_per_s for p in plan.strategies)
     axes.set_yticks(range(len(shown)), [title(p) for p in shown])

@@ -85,6 +85,6 @@ def _model(e: RunPrepared) -> list[str]:
 
 def _where(e: RunPrepared) -> list[str]:
     peers = plural(e.peers, "peer") if e.peers else "as many peers as join"
-    precision = "the fastest precision of each" if e.precision == "auto" else e.precision
+    precision = "precision: each machine's fastest" if e.precision == "auto" else e.precision
     here = ", ".join(f"{plural(n, 'process')} on {device}" for device, n in Counter(e.devices).items())
     return [f"{plural(e.stages, 'stage')}, {peers}, strategy {e.strategy}", f"this machine: {here}, {precision}"]

@@ -23,14 +23,15 @@ export function drawPipeline(run, k) {
   $("pipe-about").textContent += form === "dots" ? "; a square is a peer, and a strong colour a high load" : "";
   host.classList.toggle("few", stages.length <= 4);
   fill(host, [k, shape], () => [svg(), ...stages.map((s) => column(s, of.get(s.stage), k, form))]);
-  const busiest = Math.max(...stages.map(busy));
-  for (const s of stages) update(s, of.get(s.stage), k, form, busy(s) === busiest && stages.length > 1 && busiest > 0);
+  const [first, second] = stages.map(computing).sort((a, b) => b - a);
+  const clearly = stages.length > 1 && first > 0 && first >= 1.1 * second; // as in health.py
+  for (const s of stages) update(s, of.get(s.stage), k, form, clearly && computing(s) === first);
   if (form !== "dots") drawLinks(host, of, k);
 }
 
-const busy = (s) => {
+const computing = (s) => {
   const total = s.seconds.reduce((a, b) => a + (b ?? 0), 0);
-  return total ? 1 - s.seconds[4] / total : 0;
+  return total ? (s.seconds[0] + s.seconds[1]) / total : 0;
 };
 
 const perSecond = (n) => (n === null || n === undefined ? "–" : `${count(n)}/s`);

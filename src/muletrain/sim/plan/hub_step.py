@@ -257,11 +257,13 @@ class HubStep:
         if not clients:
             return 0.0
 
-        def rate(k: int, *, up: bool) -> float:
-            return kinds[k].up_bytes_per_s if up else kinds[k].down_bytes_per_s
+        def rate(k: int, others: tuple[int, ...], *, up: bool) -> float:
+            """Bytes/s from ``k`` to all others together, or from them to ``k``, by its own link and by the paths."""
+            paths = sum((links[k][o] if up else links[o][k]).bandwidth_bytes_per_s for o in others)
+            return min(kinds[k].up_bytes_per_s if up else kinds[k].down_bytes_per_s, paths)
 
-        server_s = len(clients) * nbytes / sum(rate(k, up=to_clients) for k in servers)
-        client_s = max(nbytes / rate(k, up=not to_clients) for k in clients)
+        server_s = len(clients) * nbytes / sum(rate(k, clients, up=to_clients) for k in servers)
+        client_s = max(nbytes / rate(k, servers, up=not to_clients) for k in clients)
         return max(server_s, client_s) + 2 * max(links[a][b].delay_s for a in servers for b in clients)
 
     def _averaged_s(self, s: int) -> float:
