@@ -336,6 +336,11 @@ def _serve(session: Session, greeting: str = "", board: Dashboard | None = None,
                     _invite(session, ticket)
                 session.watch()
             report(session, verbose=verbose)
+            if board is not None and not isinstance(session.console, JsonConsole):
+                again = f"muletrain dashboard {session.folder}"
+                make_console().print(
+                    f"the page ended with the command; {again} shows it again", soft_wrap=True, markup=False
+                )
         session.check()
     finally:
         session.close()

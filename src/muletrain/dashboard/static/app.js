@@ -14,6 +14,7 @@ let chosen = false;
 
 function render() {
   waiting = false;
+  if (!store.loaded) return;
   if (!store.runs.length) return void panels.drawHealth({ health: { word: "starting", tone: "note", why: "the command prepares the run" } });
   if (!chosen && store.runs.length > 1) current = -1;
   chosen = true;

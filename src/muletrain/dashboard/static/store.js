@@ -2,7 +2,7 @@
 
 import { $ } from "./dom.js";
 
-export const store = { runs: [], steers: false, past: null, skew: 0 };
+export const store = { loaded: false, runs: [], steers: false, past: null, skew: 0 };
 let source = null;
 let changed = () => {};
 
@@ -18,6 +18,7 @@ async function begin() {
     if (!answer.ok) throw new Error(answer.status === 403 ? "no token: open the printed link" : `error ${answer.status}`);
     const state = await answer.json();
     store.steers = state.steers;
+    store.loaded = true;
     store.runs = state.runs.map((changes) => apply(empty(), changes));
     listen(state.id);
     status("live", "good");
