@@ -318,8 +318,8 @@ def not_finite(patch: pytest.MonkeyPatch, stage: int, *, activations: bool = Fal
     forward, differentiate = StageArithmetic.forward, StageArithmetic.differentiate
     mean_gradient = SingleProcess.mean_gradient
 
-    def spoiled_forward(self: StageArithmetic, mb: Any, inputs: Any, stash: bool) -> Any:
-        kept, output = forward(self, mb, inputs, stash)
+    def spoiled_forward(self: StageArithmetic, mb: Any, inputs: Any, stash: bool, positions: Any) -> Any:
+        kept, output = forward(self, mb, inputs, stash, positions)
         return kept, output * math.nan if activations and mb[:2] == (1, 3) and self.stage == stage else output
 
     def spoiled(self: StageArithmetic, mb: Any, output: Any, leaf: Any, seed: Any, accumulate: bool) -> Any:

@@ -101,6 +101,8 @@ class Reader:
             self.machines[name] = self.begin([*words, "--threads", "1", "--memory", "2"], self.home / name)
             self.wait_until_all_train(3)
         elif "start" in words[:4]:  # the end of a tutorial: it waits for others
+            if (one := self.machines.get("one")) is not None:
+                one.wait(LONGEST_S)  # as a reader waits for its report
             self.machines["again"] = self.begin(words, self.home)
             self.ticket_of(self.machines["again"])
             self.machines.pop("again").kill()

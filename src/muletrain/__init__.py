@@ -18,10 +18,7 @@ The package reads top-down; imports run downwards only (enforced by ``tests/test
 =============================  =====================================================================
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    __version__: str
+__version__: str
 
 _API = ("Run", "doctor", "evaluate", "generate", "join", "load", "plan", "simulate", "start", "train")
 

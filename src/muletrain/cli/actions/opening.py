@@ -337,6 +337,8 @@ def prepare(
             next(examples(config.data, 1, 1), None)  # raises if columns or template do not fit the first row
     if checkpoint is None:
         config = attending(config, say)
+    elif config.model.attention == "auto" and (decided := checkpoint.config.model.attention) != "auto":
+        config = attending(_with(config, "model", attention=decided))  # ``model.from`` was read anew
     if not later:
         check_weights(config)
     facts = RunFacts.of(config)
