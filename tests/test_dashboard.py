@@ -24,7 +24,7 @@ from muletrain.cli.show.status import Announced, Down
 from muletrain.dashboard import curve as curves
 from muletrain.dashboard.curve import Curve
 from muletrain.dashboard.frames import MOST, Frames
-from muletrain.dashboard.gatekeeper import Gatekeeper
+from muletrain.dashboard.gatekeeper import OWN_HEADER, Gatekeeper
 from muletrain.dashboard.health import Facts, health
 from muletrain.dashboard.page import MARKS, RunPage
 from muletrain.dashboard.publisher import QUEUE, VIEWERS, Publisher
@@ -468,3 +468,20 @@ def test_a_simulated_run_has_a_page(tmp_path: Path) -> None:
     assert {peer["stage"] for peer in peers.values()} == {0, 1}
     assert sections["health"]["word"] == "stopped"
     assert play.page.marks[-1]["text"].endswith("the simulated time is over")
+
+
+def test_a_long_command_is_refused_before_its_end_and_a_strange_number_begins_again() -> None:
+    with Dashboard(0) as board:
+        here = f"127.0.0.1:{board.gate.port}"
+        connection = http.client.HTTPConnection(here, timeout=10)
+        connection.putrequest("POST", "/api/act")
+        own = {"Cookie": f"{board.gate.cookie}={board.gate.token}", "Origin": f"http://{here}", OWN_HEADER: "1"}
+        for name, value in {**own, "Content-Length": "10000000"}.items():
+            connection.putheader(name, value)
+        connection.endheaders(b"x" * 10_000)  # the rest never comes
+        assert connection.getresponse().status == 400
+        connection.close()
+        connection = http.client.HTTPConnection(here, timeout=10)
+        connection.request("GET", f"/api/events?after={board.publisher.boot}-{'9' * 5000}")
+        assert connection.getresponse().readline() == b"event: reset\n"
+        connection.close()

@@ -147,7 +147,7 @@ class Publisher:
     async def stream(self, after: str) -> AsyncIterator[str]:
         """Server-sent events after the state with the id ``after``. Ends when the viewer is too slow."""
         boot, _, number = after.partition("-")
-        known = boot == self.boot and number.isdecimal()
+        known = boot == self.boot and number.isdecimal() and len(number) < 16
         self.look()
         missed = [item for item in self._kept if known and item[0] > int(number)]
         complete = known and int(number) + len(missed) == self.number

@@ -68,6 +68,11 @@ class Dashboard:
         deadline = time.monotonic() + START_S
         while not self._server.started and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.01)
+        if not self._server.started:
+            self.__exit__()
+            raise MuletrainError(
+                f"--dashboard: the page did not start within {START_S:.0f} s; leave --dashboard out, or try again"
+            )
         return self
 
     def _serve(self, listening: socket.socket) -> None:

@@ -110,9 +110,18 @@ class Site:
         if not self._gate.may_steer(self._cookie(request), request.headers):
             return JSONResponse({"ok": False, "text": f"{LINK}: it has the token"}, 403)
         try:
-            asked = json.loads((await request.body())[:LONGEST])
+            asked = json.loads(await self._body(request))
             page = self._publisher.pages[int(asked["run"])]
             done = await steer(Path(page.folder), str(asked["action"]), str(asked.get("peer", "")))
         except (ValueError, KeyError, IndexError, TypeError):
             return JSONResponse({"ok": False, "text": "no such run"}, 400)
         return JSONResponse(done._asdict())
+
+    async def _body(self, request: Request) -> bytes:
+        """Raises ValueError for a body of more than ``LONGEST`` bytes, whose rest is not read."""
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > LONGEST:
+                raise ValueError("too long")
+        return body

@@ -103,7 +103,7 @@ class Admission:
         if request.version != __version__:
             raise AdmissionError(
                 f"this run is muletrain {__version__}, the newcomer {request.version}: install "
-                f"muletrain=={__version__} there"
+                f"the same version, or the same commit, there"
             )
         if self.seating.is_client(request):
             return self._admit_client(peer, request)
