@@ -37,9 +37,13 @@ MODEL = ("model.width=256", "model.heads=4", "model.context=512", "train.batch=5
 
 
 def asked(
-    tmp_path: Path, *machines: tuple[str, int, float, float, str, int], stages: int | None = None, layers: int = 4
+    tmp_path: Path,
+    *machines: tuple[str, int, float, float, str, int],
+    stages: int | None = None,
+    layers: int = 4,
+    links: str = "",
 ) -> Question:
-    text = "".join(MACHINE.format(*machine) for machine in machines)
+    text = "".join(MACHINE.format(*machine) for machine in machines) + links
     (tmp_path / "fleet.toml").write_text(f"{text}[defaults]\nlocal_rtt_ms = 2\n")
     run = load_config(None, [*MODEL, f"model.layers={layers}"])
     return Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model), stages, 8)
@@ -56,8 +60,14 @@ def test_a_stage_of_slow_servers_gets_fewer_layers_and_clients_help_the_slower_s
     assert all(name.startswith("client") == (name in s.clients) for s in found.stages for name in s.machines)
 
 
-def test_clients_behind_links_too_slow_for_the_weights_are_left_out(tmp_path: Path) -> None:
-    question = asked(tmp_path, ("server", 2, 2, 1, "true", 1000), ("client", 3, 4, 1, "false", 1))
+@pytest.mark.parametrize(
+    ("up_mbps", "links"),
+    [(1, ""), (1000, '[[links]]\nbetween = ["server", "client"]\nrtt_ms = 2\nbandwidth_mbps = 0.3\n')],
+    ids=["their own", "the path to servers"],
+)
+def test_clients_behind_links_too_slow_for_the_weights_are_left_out(tmp_path: Path, up_mbps: int, links: str) -> None:
+    machines = ("server", 2, 2, 1, "true", 1000), ("client", 3, 4, 1, "false", up_mbps)
+    question = asked(tmp_path, *machines, links=links)
     found = plan_hub.predict(question, 0, 1e4)
     assert found.problem == ""
     assert set(found.spares) >= {f"client-{n}" for n in range(3)}

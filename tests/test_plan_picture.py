@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -127,6 +128,13 @@ def test_a_machine_alone_is_no_empty_field(tmp_path: Path, monkeypatch: pytest.M
     message, _, layout = drawn(tmp_path, monkeypatch, alone)
     assert message == "Use swap: 10 tokens/s with 1 machine in 1 stage"
     assert layout == ["1", "anna\n1 x RTX 4090", "1 machine without work in this plan"]
+
+
+def test_only_pictures_need_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    check_pictures([])
+    with pytest.raises(MuletrainError, match=r"pip install 'muletrain\[plots\]'"):
+        check_pictures([tmp_path / "plan.png"])
 
 
 def test_a_picture_of_another_kind_is_refused(tmp_path: Path) -> None:
