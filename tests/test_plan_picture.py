@@ -101,7 +101,7 @@ def test_each_strategy_has_a_bar_and_the_layout_is_that_of_the_recommended_one(
     assert message == "Use swarm: 50 tokens/s with 2 machines in 2 stages"
     assert bars == [
         "50, recommended",
-        "10, cannot run yet",
+        "10, no clients",
         "4",
         "not possible",
         "swarm",

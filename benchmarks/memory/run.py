@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -199,6 +200,17 @@ def resident(peak: bool = False) -> int:
     return int(line.split()[1]) * 1024
 
 
+def peak_of(work: Callable[[], None]) -> int:
+    """Most memory that ``work`` took, by the kernel's own mark, which no load of the machine makes miss a peak [bytes].
+    Needs Linux."""
+    gc.collect()
+    return_freed_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present
+    before = resident()
+    work()
+    return resident(peak=True) - before
+
+
 def measure(name: str, folder: Path) -> dict[str, int]:
     case = CASES[name]
     torch.set_num_threads(1)
@@ -208,14 +220,9 @@ def measure(name: str, folder: Path) -> dict[str, int]:
     estimate = case.need(facts).total
     if isinstance(facts.spec, TracedModel):  # the first process on a machine traces, which takes more
         facts.spec._tables_in(precision_dtype(facts.config.compute.precision))
-    gc.collect()
-    return_freed_memory()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present
-    before = resident()
-    asyncio.run(serve(case, facts))
     return {
         "estimate": estimate,
-        "measured": resident(peak=True) - before,
+        "measured": peak_of(lambda: asyncio.run(serve(case, facts))),
         "params": facts.spec.stage_params(facts.cut, case.stage),
     }
 
