@@ -110,7 +110,7 @@ def test_a_class_of_transformers_computes_its_loss_in_chunks(kind: str, monkeypa
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
 def test_a_large_vocabulary_takes_the_memory_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    vocab, rows = 1 << 16, 16
+    vocab, rows = 1 << 16, 32
     whole = whole_of("qwen3", vocab)
     tokens = torch.zeros(rows, CONTEXT, dtype=torch.int64)
     monkeypatch.setattr(chain, "LOSS_CHUNK", 1 << 25)
