@@ -22,8 +22,10 @@ from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.events import StepDone
 from muletrain.model.make import load_model, make_stage
-from muletrain.model.traced.adapter import check_tensors
+from muletrain.model.traced.adapter import check_tensors, merged, write_adapter
+from muletrain.model.traced.architecture import build
 from muletrain.model.traced.chain import TracedModel
+from muletrain.model.traced.folder import with_adapter
 from muletrain.runs.assemble import RunFacts, initial_weights, resolve_start
 from muletrain.runs.base import weights_of
 from muletrain.runs.checkpoint import Checkpoint
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from muletrain.model.dropout import Masks
     from muletrain.runs.fleet import LocalFleet
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Future", "User")]  # of peft
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Future", "User", "Runtime")]  # of peft
 VOCAB = 400
 EXACT = [
     "wire.activations=fp32",
@@ -129,6 +131,7 @@ def own(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         ("gpt2", ("adapter.rslora=true", "adapter.alpha=3")),
         pytest.param("qwen3", ('adapter.targets=["q_proj", "v_proj"]',)),
         pytest.param("qwen3-moe", ('adapter.targets=["q_proj", "k_proj", "v_proj", "o_proj"]',)),
+        ("qwen3-moe", ()),
         ("gpt2", ("adapter.dora=true",)),
         ("llama-linear", ("adapter.dora=true", "adapter.rslora=true")),
         ("qwen3-tied", ()),
@@ -309,12 +312,60 @@ def test_tied_weights_beside_an_adapter_bind_no_stages(tmp_path: Path) -> None:
     assert facts.spec.most_stages == 3
 
 
-def test_experts_are_no_linear_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["adapter.dropout=0.1", "adapter.dora=true"])
+def test_experts_that_are_one_tensor_take_an_adapter_without_dropout_and_dora(tmp_path: Path, setting: str) -> None:
+    """The fused projection has the rank of both of its matrices, as peft has it."""
     base_of(tmp_path / "base", "qwen3-moe")
-    with pytest.raises(
-        ConfigError, match=r"the experts of .*mlp.*set adapter.targets = \[\"k_proj\", \"o_proj\", \"q_proj\""
-    ):
-        facts_of(tmp_path, "qwen3-moe")
+    facts, _ = facts_of(tmp_path, "qwen3-moe")
+    shapes = {n: s for n, s in facts.spec.shapes.items() if "layers.0.mlp" in n and ".lora_A." in n}
+    assert {n.removeprefix("model.layers.0.mlp."): s for n, s in shapes.items()} == {
+        "gate.lora_A.default.weight": (4, 32),
+        "experts.lora_A.default.weight": (4 * 4, 32),
+        "experts.base_layer.lora_A.default.weight": (4 * 2 * 4, 32),
+    }
+    with pytest.raises(ConfigError, match=r"take neither dropout nor DoRA: set adapter.dropout=0"):
+        facts_of(tmp_path, "qwen3-moe", setting)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"], "rank_pattern": {"q_proj": 2}},
+        {"target_modules": ["v_proj"], "alpha_pattern": {".*1.self_attn.v_proj": 3}},
+    ],
+)
+def test_an_adapter_of_experts_and_of_several_ranks_goes_from_peft_and_back(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Trained further, exported and merged: the same logits in peft, here, and as a whole model."""
+    base_of(tmp_path / "base", "qwen3-moe", torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    theirs = get_peft_model(plain, LoraConfig(r=4, lora_alpha=5, task_type="CAUSAL_LM", **settings))
+    for name, parameter in theirs.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokens = torch.arange(16).reshape(2, 8)
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens).logits
+    facts, _ = facts_of(tmp_path, "qwen3-moe", "adapter.rank=none", f"adapter.from={tmp_path / 'theirs'}")
+    spec, first = facts.spec, first_of(facts)
+    assert isinstance(spec, TracedModel)
+    base = weights_of(facts.config, spec)
+    module = load_model(spec, {**base, **first})
+    with torch.no_grad():
+        torch.testing.assert_close(module(tokens), expected, rtol=1e-5, atol=1e-5)
+    without = build(with_adapter(spec, None).config)
+    write_adapter(tmp_path / "ours", without, spec.config["adapter"], first, str(tmp_path / "base"))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    with torch.no_grad():
+        again = PeftModel.from_pretrained(plain, tmp_path / "ours")(input_ids=tokens).logits
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+        plain.load_state_dict(merged(build(spec.config), {**base, **first}))
+        whole = plain(input_ids=tokens).logits
+    torch.testing.assert_close(again, expected)
+    torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_an_adapter_needs_a_model() -> None:
@@ -325,7 +376,7 @@ def test_an_adapter_needs_a_model() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"rank_pattern": {"q_proj": 8}}, "is an adapter with rank_pattern, and only LoRA and DoRA"),
+        ({"layers_to_transform": [1]}, "is an adapter with layers_to_transform, and only LoRA and DoRA"),
         ({"bias": "all"}, "is an adapter with bias = 'all', and only LoRA and DoRA"),
         ({"peft_type": "IA3"}, "is an adapter of the type IA3, and only LoRA and DoRA"),
     ],
@@ -339,7 +390,7 @@ def test_other_adapters_are_refused(tmp_path: Path, change: dict[str, Any], why:
     with pytest.raises(CheckpointError, match=why):
         facts_of(tmp_path, "qwen2", "adapter.rank=none", f"adapter.from={folder}")
     file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"rank_pattern": {}, "bias": "none", "peft_type": "LORA"})
+        json.dumps(json.loads(file.read_text()) | {"layers_to_transform": None, "bias": "none", "peft_type": "LORA"})
     )
     facts, _ = facts_of(tmp_path, "qwen2", "adapter.rank=none", f"adapter.from={folder}")
     with pytest.raises(CheckpointError, match=r"cannot read .*adapter_model.safetensors"):

@@ -182,8 +182,17 @@ class AdapterConfig(Section):
     dropout: Fraction = Field(default=0.0, description="share of the adapter's inputs that are dropped [1]")
     targets: str | tuple[str, ...] = Field(
         default="all-linear",
-        description="layers with an adapter: 'all-linear' (all but the output matrix), ends of names, or one regular expression",
+        description="layers with an adapter: 'all-linear' (all but the output matrix), ends of names, also of tensors that hold the "
+        "matrices of several experts, or one regular expression",
         examples=[["q_proj", "v_proj"]],
+    )
+    ranks: dict[str, PositiveInt] = Field(
+        default={},
+        description="other ranks, by the end of a target's name or a regular expression (peft's rank_pattern) [1]",
+        examples=[{"v_proj": 4}],
+    )
+    alphas: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default={}, description="other alphas, likewise (peft's alpha_pattern) [1]", examples=[{"v_proj": 8.0}]
     )
     rslora: bool = Field(default=False, description="multiply by alpha / sqrt(rank) instead (rsLoRA) [1]")
     dora: bool = Field(

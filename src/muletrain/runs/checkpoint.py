@@ -259,7 +259,8 @@ class Checkpoint:
         Raises CheckpointError."""
         assert isinstance(self.spec, TracedModel)
         with new_folder(folder):
-            write_adapter(folder, self.spec.config[ADAPTER], self.state(), None if base is None else str(base))
+            plain = build(with_adapter(self.spec, None).config)
+            write_adapter(folder, plain, self.spec.config[ADAPTER], self.state(), None if base is None else str(base))
             for name in (TOKENIZER, *TEXT_FILES):
                 if base is not None and (base / name).is_file():
                     shutil.copyfile(base / name, folder / name)

@@ -6,39 +6,35 @@ The base keeps its tensors under peft's names ('...q_proj.base_layer.weight') an
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
+import re
 import warnings
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from muletrain.config.model_sections import AdapterConfig
 from muletrain.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
-
-    from torch import nn
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME, _BASE, _OUTER = ".default.", ".base_layer.", "base_model.model."
 """The adapter's name and the base's in the names of the traced model; the prefix in peft's files."""
+_LAYERS = re.compile(r"\.(base_layer\.)+")
+"""The base's in names of a module with several adapters, each of which wraps the one before."""
 _MAGNITUDE = ".lora_magnitude_vector."
 """In the names of DoRA's magnitudes, which peft's files call '...lora_magnitude_vector' alone."""
-_OTHER = (
-    "fan_in_fan_out",
-    "modules_to_save",
-    "layers_to_transform",
-    "rank_pattern",
-    "alpha_pattern",
-    "target_parameters",
-)
+_OTHER = ("fan_in_fan_out", "modules_to_save", "layers_to_transform")
 """Settings of peft that change the numbers, and that no adapter here has: set in a folder, they are refused."""
 
 
@@ -54,6 +50,7 @@ def described(config: AdapterConfig, base: str) -> dict[str, Any]:
         "targets": config.targets if isinstance(config.targets, str) else sorted(config.targets),
         "rslora": config.rslora,
         "dora": config.dora,
+        **{name: found for name in ("ranks", "alphas") if (found := getattr(config, name))},
     }
 
 
@@ -64,7 +61,7 @@ def is_adapter(name: str) -> bool:
 
 def in_base(name: str) -> str:
     """The name of a base parameter in the model without adapter."""
-    return name.replace(_BASE, ".")
+    return _LAYERS.sub(".", name)
 
 
 def put_in(model: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
@@ -76,31 +73,7 @@ def put_in(model: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
     if asked.rank is None or asked.from_ is not None or asked.alpha is None or asked.base == "auto":
         raise ConfigError("model.architecture: it describes no adapter, but a setting of one")
     adapter = described(asked, asked.base)
-    try:
-        from peft import inject_adapter_in_model
-    except ImportError as e:
-        raise ConfigError(
-            "adapter.rank: adapters need the package peft; install it with `pip install 'muletrain[adapters]'`"
-        ) from e
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Conv1D, whose weights peft transposes
-            made: nn.Module = inject_adapter_in_model(_peft(adapter), model)
-    except (ValueError, TypeError) as e:
-        raise ConfigError(
-            f"adapter.targets: {adapter['targets']!r}: {str(e).splitlines()[0]}; give the ends of names of linear layers"
-        ) from e
-    stacked = [path for path, child in made.named_modules() if type(child).__name__ == "ParamWrapper"]
-    if stacked:
-        plain = {
-            path.rpartition(".")[2]
-            for path, child in made.named_modules()
-            if hasattr(child, "lora_A") and path not in stacked
-        }
-        raise ConfigError(
-            f"adapter.targets: {adapter['targets']!r} means the experts of {stacked[0]}, too, which are one tensor, and only linear layers "
-            f"are adapted; set adapter.targets = {json.dumps(sorted(plain - {'base_layer'}))}, or some of these"
-        )
+    made = _injected(model, adapter)[0]
     matrices = ((name, p) for name, p in made.named_parameters() if is_adapter(name) and p.dim() == 2)
     for name, parameter in matrices:
         if adapter["rank"] > (side := parameter.shape["lora_A" in name]):
@@ -111,19 +84,78 @@ def put_in(model: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
     return made
 
 
-def _peft(adapter: Mapping[str, Any], **more: Any) -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(
+def _injected(model: nn.Module, adapter: Mapping[str, Any]) -> tuple[nn.Module, Any]:
+    """``model`` with the adapter, and peft's settings of it, in which peft names each target that it found."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as e:
+        raise ConfigError(
+            "adapter.rank: adapters need the package peft; install it with `pip install 'muletrain[adapters]'`"
+        ) from e
+    named, tensors = adapter["targets"], set[str]()
+    if not isinstance(named, str):
+        names = [f".{name}" for name, _ in model.named_parameters()]
+        tensors = {target for target in named if any(name.endswith(f".{target}") for name in names)}
+        named = [target for target in named if target not in tensors]
+    settings = LoraConfig(
         r=adapter["rank"],
         lora_alpha=adapter["alpha"],
         lora_dropout=adapter["dropout"],
-        target_modules=adapter["targets"],
+        target_modules=named,
+        target_parameters=sorted(tensors) or None,
+        rank_pattern=adapter.get("ranks", {}),
+        alpha_pattern=adapter.get("alphas", {}),
         use_rslora=adapter["rslora"],
         use_dora=adapter.get("dora", False),
         task_type="CAUSAL_LM",
-        **more,
     )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Conv1D, whose weights peft transposes, and of patterns
+            made: nn.Module = inject_adapter_in_model(settings, model)
+    except (ValueError, TypeError) as e:
+        remedy = "give the ends of names of linear layers, or of tensors of experts"
+        if "ParamWrapper" in str(e):
+            remedy = (
+                "experts that are one tensor take neither dropout nor DoRA: set adapter.dropout=0 and adapter.dora=false, or name the "
+                "other layers"
+            )
+        raise ConfigError(f"adapter.targets: {adapter['targets']!r}: {str(e).splitlines()[0]}; {remedy}") from e
+    for layer in _layers(made):
+        if hasattr(layer, "parameter_name"):
+            layer._activate_lora = functools.partial(_added, layer)
+    return made, settings
+
+
+def _layers(model: nn.Module) -> dict[Any, str]:
+    """The layers of peft and their paths; each of a tensor that holds several matrices wraps the module of the tensor."""
+    from peft.tuners.lora import LoraLayer
+
+    return {child: path for path, child in model.named_modules() if isinstance(child, LoraLayer)}
+
+
+def _sum(layer: Any, weight: Tensor) -> Tensor:
+    """A tensor with its adapter added. ``layer``: a ``ParamWrapper`` of peft."""
+    if layer.num_experts == 1:
+        total: Tensor = weight + layer.get_delta_weight("default")
+        return total
+    left, right, scale = layer.get_delta_factors("default")
+    return torch.baddbmm(weight, left, right, alpha=scale)
+
+
+@contextmanager
+def _added(layer: Any, names: Collection[str]) -> Iterator[None]:
+    """In place of ``ParamWrapper._activate_lora``, which registers a module in each forward pass (a parametrization), so that
+    ``torch.export`` refuses to record it: while the module runs, its tensor is the sum."""
+    module, name, weight = layer.get_base_layer(), layer.parameter_name, layer.get_param()
+    total = _sum(layer, weight)
+    delattr(module, name)
+    setattr(module, name, total)
+    try:
+        yield
+    finally:
+        delattr(module, name)
+        setattr(module, name, weight)
 
 
 def first_weight(
@@ -163,12 +195,16 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"adapter.from: {folder} is an adapter {what}, and only LoRA and DoRA are trained further; merge it into its model "
             f"(merge_and_unload of peft), and train that"
         )
-    targets = about.get("target_modules")
+    targets, tensors = about.get("target_modules"), about.get("target_parameters") or ()
     try:
+        if tensors and isinstance(targets, str):
+            raise ValueError("target_modules is a regular expression beside target_parameters: name the modules")
         return {
             "rank": int(about["r"]),
             "alpha": float(about["lora_alpha"]),
-            "targets": targets if isinstance(targets, str) else sorted(targets or ()),
+            "targets": targets if isinstance(targets, str) else sorted({*(targets or ()), *tensors}),
+            "ranks": dict(about.get("rank_pattern") or {}),
+            "alphas": dict(about.get("alpha_pattern") or {}),
             "rslora": bool(about.get("use_rslora")),
             "dora": bool(about.get("use_dora")),
         }
@@ -248,14 +284,19 @@ def reader(folder: Path) -> Callable[[str], Tensor]:
     return load
 
 
-def write_adapter(folder: Path, adapter: Mapping[str, Any], weights: Mapping[str, Tensor], base: str | None) -> None:
-    """Write an adapter as peft does. ``base``: the folder or name of the model that it belongs to."""
+def write_adapter(
+    folder: Path, model: nn.Module, adapter: Mapping[str, Any], weights: Mapping[str, Tensor], base: str | None
+) -> None:
+    """Write an adapter as peft does. ``model``: without adapter, on the meta device; ``base``: its folder or name."""
     from safetensors.torch import save_file
 
+    settings = _injected(model, adapter)[1]
+    for name in ("target_modules", "target_parameters"):
+        if isinstance(found := getattr(settings, name), set):
+            setattr(settings, name, sorted(found))
+    settings.base_model_name_or_path, settings.inference_mode = base, True
+    settings.save_pretrained(str(folder))
     own = {_stored(name): tensor.contiguous() for name, tensor in weights.items() if is_adapter(name)}
-    names = {name.partition(".lora_")[0].rpartition(".")[2] for name in own}
-    found = {**adapter, "targets": sorted(names) if adapter["targets"] == "all-linear" else adapter["targets"]}
-    _peft(found, base_model_name_or_path=base, inference_mode=True).save_pretrained(str(folder))
     save_file(own, folder / WEIGHTS, metadata={"format": "pt"})
 
 
@@ -265,15 +306,13 @@ def _stored(name: str) -> str:
 
 def merged(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of the model without adapter that computes the same. ``model``: with the adapter, on the meta device."""
-    from peft.tuners.lora import LoraLayer
-
     found = {in_base(name): tensor for name, tensor in weights.items() if not is_adapter(name)}
-    layers: list[tuple[str, Any]] = [
-        (path, child) for path, child in model.named_modules() if isinstance(child, LoraLayer)
-    ]
-    for path, layer in layers:
-        own = {name: weights[f"{path}.{name}"] for name, _ in layer.named_parameters()}
-        layer.load_state_dict(own | {"base_layer.weight": own["base_layer.weight"].clone()}, assign=True)
+    for layer, path in _layers(model).items():
+        name = getattr(layer, "parameter_name", "weight")
+        target = f"{in_base(f'{path}.')}{name}"
+        own = {n: weights[f"{path}.{n}"] for n, _ in layer.named_parameters() if not n.startswith("base_layer.")}
+        layer.load_state_dict(own, strict=False, assign=True)
+        setattr(layer.get_base_layer(), name, nn.Parameter(found[target].clone(), requires_grad=False))
         layer.merge()
-        found[f"{path}.weight"] = layer.get_base_layer().weight.detach()
+        found[target] = getattr(layer.get_base_layer(), name).detach()
     return found
