@@ -17,6 +17,7 @@ from muletrain.config.load import describe, digest, dump_toml, load_config, load
 from muletrain.config.locate import key_lines
 from muletrain.config.problems import keys_of, submodel
 from muletrain.config.schema import Codec, RunConfig
+from muletrain.errors import ConfigError
 from tests.toml_files import write
 
 if TYPE_CHECKING:
@@ -249,3 +250,12 @@ def test_a_model_that_was_trained_before_is_trained_further_by_small_steps(tmp_p
     (tmp_path / "a.toml").write_text(dump_toml(config))
     assert load_config(tmp_path / "a.toml") == config
     assert RunConfig.model_validate_json(config.model_dump_json(by_alias=True)) == config
+
+
+def test_a_table_in_a_setting_is_toml(tmp_path: Path) -> None:
+    fields = ["adapter.rank=8", "model.from=x"]
+    config = load_config(None, [*fields, r"adapter.ranks={'.*\.v_proj'=4}"])
+    assert config.adapter.ranks == {r".*\.v_proj": 4}
+    assert load_config(write(tmp_path, dump_toml(config))) == config
+    with pytest.raises(ConfigError, match=r"not valid TOML: .*a backslash is written twice, in single quotes once"):
+        load_config(None, [*fields, r'adapter.ranks={".*\.v_proj"=4}'])

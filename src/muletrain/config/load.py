@@ -7,7 +7,7 @@ import json
 import re
 import tomllib
 from datetime import date, time
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -179,7 +179,11 @@ def _value(text: str, info: FieldInfo | None) -> Any:
     """A TOML value, or else the text itself: for a text field, ``2024`` and ``corpus/*.txt`` need no quotes."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except tomllib.TOMLDecodeError as e:
+        if text.startswith("{") and info is not None and get_origin(info.annotation) is dict:
+            raise ConfigError(
+                f"--set: {text} is not valid TOML: {e}; in double quotes a backslash is written twice, in single quotes once"
+            ) from e
         return text
     wants_text = info is not None and info.annotation in (str, str | None)
     value = parsed["value"] if len(parsed) == 1 else text
