@@ -277,7 +277,14 @@ def test_a_run_on_conversations_goes_on_when_its_model_has_moved(tmp_path: Path)
 
     done = resume("train.steps=3")
     assert done.returncode == 0, done.stderr
+    measured = json.loads(muletrain(tmp_path, "eval", str(run), "--json"))["loss"]
+    written = muletrain(tmp_path, "generate", str(run), "What is 2 plus 2?", "--tokens", "4")
     moved = base.rename(tmp_path / "moved")
+    assert json.loads(muletrain(tmp_path, "eval", str(run), "--source", str(moved), "--json"))["loss"] == measured
+    assert (
+        muletrain(tmp_path, "generate", str(run), "What is 2 plus 2?", "--tokens", "4", "--source", str(moved))
+        == written
+    )
     assert "--set model.from=FOLDER if a run's moved" in resume("train.steps=4").stderr
     base_of(base, "qwen2", torch.bfloat16)
     weights = load_file(base / "model.safetensors")

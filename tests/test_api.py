@@ -326,12 +326,15 @@ def test_predictions_are_commands_that_parse(tmp_path: Path, monkeypatch: pytest
 # Metrics, and the Hub -------------------------------------------------------------------------------------------------
 
 
-def test_a_script_serves_metrics() -> None:
+@pytest.mark.parametrize(
+    ("begin", "more"), [(muletrain.train, {"wait": False}), (muletrain.start, {"fleet": {"stages": 1}})]
+)
+def test_a_script_serves_metrics(begin: Callable[..., muletrain.Run], more: dict[str, Any]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     found: list[str] = []
-    run = muletrain.train(**TINY, metrics=port, wait=False, show=False)
+    run = begin(**{**TINY, **more}, metrics=port, show=False)
 
     @run.on(StepDone)
     def look(event: StepDone) -> None:
