@@ -27,6 +27,7 @@ from muletrain.compute.probe import precision_dtype
 from muletrain.compute.swap.backing import return_freed_memory
 from muletrain.config.load import load_config
 from muletrain.config.schema import Precision
+from muletrain.model.stage import _seen_apart
 from muletrain.model.traced.chain import TracedModel
 from muletrain.runs.assemble import RunFacts, build_compute, resolve_start
 from muletrain.runs.base import store_of
@@ -34,7 +35,7 @@ from muletrain.runs.measure.machine import Machine
 from muletrain.runtime.checkpoint.store import PartFacts
 from muletrain.wire.statefile import StateBuffers
 
-STEPS = 2
+STEPS = 4
 BASE = "model.layers=4 model.heads=8 model.context=128 compute.precision=fp32 train.microbatch=1 train.batch=4"
 TRACED = {
     "model_type": "gpt2",
@@ -116,6 +117,9 @@ CASES = {
     "LAMB": Case("model.width=256 model.vocab=32768 fleet.stages=1 optimizer.name=lamb", alone=True, copied=False),
     "chunked loss": Case("model.width=512 model.vocab=32768 model.context=2048 fleet.stages=4", stage=3),
     "a long context": Case("model.width=256 model.context=4096 fleet.stages=2", stage=1),
+    "conversations in a row": Case(
+        "model.width=256 model.context=2048 model.attention=conversation data.path=chat.jsonl fleet.stages=2", stage=1
+    ),
     "compression": Case("model.width=512 model.compression=bottleneck model.context=512 fleet.stages=3", stage=1),
     "delayed": Case("model.width=512 fleet.stages=4 optimizer.delayed=true", stage=1),
     "traced": Case("fleet.stages=2", traced=True),
@@ -220,6 +224,7 @@ def measure(name: str, folder: Path) -> dict[str, int]:
     estimate = case.need(facts).total
     if isinstance(facts.spec, TracedModel):  # the first process on a machine traces, which takes more
         facts.spec._tables_in(precision_dtype(facts.config.compute.precision))
+    _seen_apart.cache_clear()
     return {
         "estimate": estimate,
         "measured": peak_of(lambda: asyncio.run(serve(case, facts))),

@@ -317,6 +317,7 @@ def _with_graphs(
     """The ways of serving the stage: ``needs``, which have no activations yet, with these. Under 'auto', each machine
     chooses. ``update``: temporaries of an update, when the microbatch has gone [bytes]."""
     gradient = (4 if precision is Precision.FP32 else 2) * stage[0].trained_params(*stage[1:])
+    tables = stage[0].tables_bytes(tokens // stage[0].context)
 
     def holding(need: StageMemory, *, by_block: bool) -> StageMemory:
         graph = stash_bytes(*stage, tokens, precision, by_block=by_block)
@@ -326,7 +327,7 @@ def _with_graphs(
             packed = stage[0].base_size * stage[0].largest_base(*stage[1:])  # for a product of matrices in 16 bits
             on_cpu = max(passing + 4 * stage[0].largest_tensor + packed, gradient + 4 * largest_tensor(*stage))
         waiting = 0 if by_block else (graphs - 1) * graph
-        activations, on_device = (waiting + max(update, n) - gradient for n in (on_cpu, passing))
+        activations, on_device = (tables + waiting + max(update, n) - gradient for n in (on_cpu, passing))
         return replace(
             need, activations=activations, graph=graph, on_device=need.on_device + on_device, by_block=by_block
         )
