@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ from muletrain.config.load import load_config
 from muletrain.config.schema import Precision
 from muletrain.events import BlocksCompiled
 from muletrain.model.dropout import Masks
+from muletrain.model.loss import positions_in
 from muletrain.model.stage import Block, rope_table
 from muletrain.runs.assemble import RunFacts, build_compute
 from muletrain.runs.measure.machine import Machine
 
-from .small_stages import IDS, MB, SEQUENCES, SPEC, Fleet, fleet, run, through, train, weights
+from .small_stages import IDS, MB, SEQUENCES, SPEC, Fleet, data, fleet, run, through, train, weights
 
 __all__ = ["fleet"]
 COMPILE = torch.compile
@@ -61,6 +63,29 @@ def assert_equal(fleet: Fleet, stages: list[TorchCompute], count: int = 2, **cha
 @pytest.mark.parametrize("checkpointing", ["never", "always", "block"])
 def test_compiled_blocks_train_the_same(fleet: Fleet, checkpointing: str) -> None:
     assert_equal(fleet, compiled(fleet, checkpointing=checkpointing), checkpointing=checkpointing)
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("checkpointing", ["never", "always", "block"])
+def test_compiled_blocks_keep_conversations_of_a_row_apart(fleet: Fleet, checkpointing: str) -> None:
+    spec = replace(SPEC, apart=True)
+    ids, targets = data(MB)
+    targets[0, 4] = targets[1, 9] = spec.vocab + 1
+    places, _ = positions_in(targets, spec.vocab)
+    targets = torch.nn.functional.pad(targets, (0, 1), value=targets.numel() - 2)  # how many count
+
+    async def step(stages: list[TorchCompute]) -> list[torch.Tensor]:
+        first, last = stages
+        passed = await (await first.forward(MB, ids, positions=places))
+        loss, result = await last.loss_backward(MB, passed, targets, accumulate=True)
+        assert result is not None
+        await first.backward(MB, await result, accumulate=True)
+        return [torch.tensor(loss), await first.gradient(0), await last.gradient(0)]
+
+    changed = {"spec": spec, "checkpointing": checkpointing}
+    found, expected = run(step(compiled(fleet, **changed))), run(step(fleet(2, **changed)))
+    for ours, others in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, others, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
