@@ -27,6 +27,7 @@ from muletrain.events import (
 from muletrain.runs.asked import BY_SIGNAL, Asked
 from muletrain.runs.folder import DiskWatch
 from muletrain.runs.metrics import Metrics
+from muletrain.runs.sampling import Sampling
 from muletrain.runs.view import RunView
 from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, EXIT_SKIPPED, LEFT, OWNER_FILE, PROBE_FILE, TICKET_FILE
 from muletrain.units import plural
@@ -172,7 +173,7 @@ class Session:
             metrics.show(own)
             self._reporters.append(own)
         self._mourners: list[Callable[[str, str], None]] = []
-        self._disk = DiskWatch(folder)
+        self._disk, self._sampling = DiskWatch(folder), Sampling(folder, config)
         self.asked = Asked()
         self._stopped_s: float | None = None
         """When the processes were asked to end."""
@@ -228,6 +229,8 @@ class Session:
             self.chaos.tick()
         if (news := self._disk.news()) is not None:
             self._warn(news, "disk")
+        if self._stopped_s is None:
+            self._sampling.look(self.checkpoint)
 
     def _reason_to_stop(self) -> str | None:
         """Why the session should end now, as the beginning of a sentence."""
@@ -369,6 +372,7 @@ class Session:
             time.sleep(POLL_S)
         if self.chaos is not None:
             self.chaos.close()
+        self._sampling.close()
         self.poll()
         self._tell_of_ended()
         codes = [code for name, code in self.fleet.exit_codes().items() if name not in self._clients]
@@ -522,6 +526,7 @@ class Session:
     def close(self) -> None:
         """End every process and delete the secrets."""
         self.fleet.kill()
+        self._sampling.close()
         for sink in self._sinks:
             try:
                 sink.close()
