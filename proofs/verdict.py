@@ -41,6 +41,8 @@ class Outcome:
     virtual_s: float = 0.0
     longest: float = 1.0
     """Longest step, relative to the shortest."""
+    stood_s: float = 0.0
+    """Time from the end of the last fault to the next step [s]."""
     difference: float = 0.0
     """Largest error of a tensor: norm of the difference from a single process, over norm."""
 

@@ -197,6 +197,11 @@ class Witness:
         lengths = [ends[s] - ends[s - 1] for s in range(self._scenario.steps) if {s - 1, s} <= ends.keys()]
         return max(lengths) / statistics.median(lengths) if lengths and statistics.median(lengths) else 1.0
 
+    def stood_s(self) -> float:
+        """Time from the end of the last fault to the next step; 0 where a fault does not end, or the run ended before [s]."""
+        over_s = max((f.at_s + f.for_s for f in self._scenario.faults), default=0.0)
+        return min((at_s for at_s in self._applied_s.values() if at_s > over_s), default=over_s) - over_s
+
     def _counted_once(self) -> None:
         faults, stages = self._scenario.faults, self._scenario.stages
         if faults and all(

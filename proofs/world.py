@@ -153,7 +153,7 @@ class World(VirtualHost):
         self.disks.stop()
         await self._silence()
         self._outcome.virtual_s = self.clock.now()
-        self._outcome.longest = self._witness.ended()
+        self._outcome.longest, self._outcome.stood_s = self._witness.ended(), self._witness.stood_s()
         return {name: t.result() for name, t in self.tasks.items() if not t.cancelled() and t.result() is not None}
 
     async def _lose_power(self, at_s: float) -> None:

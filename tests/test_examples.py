@@ -76,9 +76,8 @@ def test_a_notebook_trains_an_adapter_and_shows_progress(tmp_path: Path) -> None
     write_rows(tmp_path / "chat.jsonl", chats(60))
     notebook = nbformat.read(ROOT / "examples" / "fine_tune.ipynb", as_version=4)
     # what a reader would type in the cell with the settings
-    notebook.cells[1].source = (
-        notebook.cells[1].source.replace("Qwen/Qwen3-0.6B", "model").replace("STEPS = 200", "STEPS = 3")
-    )
+    (settings,) = (cell for cell in notebook.cells if cell.source.startswith("MODEL ="))
+    settings.source = settings.source.replace("Qwen/Qwen3-0.6B", "model").replace("STEPS = 200", "STEPS = 3")
     NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     shown = "".join(output.data.get("text/html", "") for output in outputs if "data" in output)

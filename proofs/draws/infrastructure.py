@@ -71,6 +71,22 @@ def _three_sides(s: Scenario, rng: random.Random) -> Scenario | None:
     return with_faults(s, faults)
 
 
+def _flapping(s: Scenario, rng: random.Random) -> Scenario | None:
+    """Links between three or more replicas of a stage fail for seconds, one after the other, and nobody dies."""
+    s, stage = calm(s), rng.randrange(len(s.stages))
+    if s.stages[stage] < 3:
+        if any(o.startswith("pipeline.") for o in s.overrides):
+            return None
+        s = replace(s, stages=(*s.stages[:stage], 3, *s.stages[stage + 1 :]))
+    here = replicas(s, stage)
+    at_s, faults = rng.uniform(0.0, span(s)), []
+    for _ in range(rng.randint(2, 5)):
+        kind = rng.choice(["cut", "one way"])
+        faults.append(Fault(at_s, kind, tuple(rng.sample(here, 2)), rng.choice([0.5, 1.2, 3.0, 8.0])))
+        at_s += rng.uniform(0.0, 4.0)
+    return with_faults(s, faults)
+
+
 def _disk(how: str, shortest_s: float, longest_s: float) -> Kind:
     def kind(s: Scenario, rng: random.Random) -> Scenario | None:
         if any(f.kind == "disk" for f in s.faults):
@@ -97,6 +113,7 @@ KINDS: dict[str, Kind] = {
     "one way": _one_way,
     "small frames": _small_frames,
     "long cut": _long_cut,
+    "flapping": _flapping,
     "slow links": _slow_links,
     "three sides": _three_sides,
     "disk time": _disk_time,

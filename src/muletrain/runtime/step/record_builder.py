@@ -62,6 +62,8 @@ class _Claim(NamedTuple):
 
     record: StepRecord
     entries: tuple[RoundEntry, ...]
+    heard_s: float
+    """When we first heard of it."""
 
 
 class LiveReplicas(Protocol):
@@ -175,7 +177,9 @@ class RecordBuilder:
         record = self.record_of(entries, product)
         if record.hash != hash_:
             return False
-        self._claims[peer] = _Claim(record, entries)
+        before = self._claims.get(peer)
+        heard_s = before.heard_s if before is not None and before.record == record else self.clock.now()
+        self._claims[peer] = _Claim(record, entries, heard_s)
         return True
 
     def _check(self, entry: RoundEntry) -> None:
@@ -201,6 +205,12 @@ class RecordBuilder:
     def claimed(self) -> int:
         """Number of peers that claim to have applied this step."""
         return len(self._claims)
+
+    def applied(self, stage: int, before_s: float) -> frozenset[bytes]:
+        """Ids of rounds of ``stage`` that a live replica of it has applied, as we heard before ``before_s``. Such a replica
+        makes no other round."""
+        live, claims = self.live.stage(stage), self._claims.items()
+        return frozenset(c.entries[stage].round for peer, c in claims if peer in live and c.heard_s <= before_s)
 
     def rounds(self, stage: int) -> list[Attested]:
         """The rounds of ``stage``, most holders first."""

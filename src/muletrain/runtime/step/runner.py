@@ -66,7 +66,7 @@ class StepRunner:
     def _begin(self) -> None:
         """Make all objects of the current step."""
         ctx, position, waits, deadlines = self._ctx, self._position, self._waits, self._deadlines
-        self.state = state = StepState(ctx, position, deadlines.averaging)
+        self.state = state = StepState(ctx, position, deadlines.averaging, deadlines.step)
         self.exchange = exchange = Exchange(ctx, position, state, self._log, waits, self._rivals, self._observed)
         company = Company(ctx, state, self._standing)
         self._reruns = reruns = Reruns(ctx, state, company, exchange, waits, deadlines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from muletrain.network.base import PeerId
-    from muletrain.policy.deadline import Usual
+    from muletrain.policy.deadline import Deadline, Usual
     from muletrain.runtime.averaging.mean_gradient import MeanGradient, TiedPart
     from muletrain.runtime.averaging.messages import RoundEntry
     from muletrain.runtime.members.context import Context
@@ -32,8 +33,8 @@ MAX_VIEWS = 2 * MAX_ATTEMPTS
 class StepState:
     """Owns the knowledge of one step; each step has a new state. Nothing here waits or sends."""
 
-    def __init__(self, ctx: Context, position: Position, usual: Usual) -> None:
-        """``usual``: usual duration of rounds."""
+    def __init__(self, ctx: Context, position: Position, usual: Usual, patience: Deadline) -> None:
+        """``usual``: usual duration of rounds. ``patience``: of a step."""
         self._ctx, self._position = ctx, position
         self.work = position.work
         self.step, self.lineage = position.step, position.lineage
@@ -66,12 +67,14 @@ class StepState:
         """The sets of members that each replica sealed, in all attempts that we heard of."""
         self._aside: dict[PeerId, int] = {}
         """Replicas that abstain, and the first attempt after that."""
+        self._patience, self._done = patience, (0, ctx.clock.now())
+        """Microbatches that came on here, and since when it is so many."""
         self._holders: list[RoundEntry] = []
         self._committed: frozenset[PeerId] = frozenset()
         """Replicas that attest to a round that the round's members sealed."""
         self._heard = 0
         """Seals heard so far."""
-        self._looked: tuple[int, int, int] | None = None
+        self._looked: tuple[int, int, int, frozenset[bytes]] | None = None
         """The last inputs of ``_holders`` and ``_committed``."""
 
     def load(self, before: StepState | None) -> None:
@@ -206,23 +209,35 @@ class StepState:
     def _look_at_rounds(self) -> None:
         """Decide which holders to believe, and which replicas are committed."""
         roster = self._ctx.roster
-        known = self.builder.news[roster.own.stage], roster.version, self._heard
+        applied = self.builder.applied(roster.own.stage, self._long_ago_s())
+        known = self.builder.news[roster.own.stage], roster.version, self._heard, applied
         if self._looked == known:  # waits ask whenever anything arrives
             return
         rounds = self.builder.rounds(roster.own.stage)
-        attesting = [e for r in rounds if self._believed(r) for _, e in sorted(r.holders.items())]
+        attesting = [e for r in rounds if self._believed(r, applied) for _, e in sorted(r.holders.items())]
         self._holders = [e for e in attesting if roster.is_alive(e.holder)]
         self._committed = frozenset(m for r in rounds if not self.unsealed(r) for m in r.holders)
         self._looked = known
 
-    def _believed(self, round_: Attested) -> bool:
+    def _long_ago_s(self) -> float:
+        """The time as long ago as a step takes, if no microbatch came on here since; else -inf: work that goes on needs
+        no other's word."""
+        now, done = self._ctx.clock.now(), len(self.work.losses) + len(self.work.ledger.accumulated)
+        if done != self._done[0]:
+            self._done = done, now
+        long_ago_s = now - self._patience.seconds()
+        return long_ago_s if self._done[1] <= long_ago_s else -math.inf
+
+    def _believed(self, round_: Attested, applied: Collection[bytes]) -> bool:
         """We know a round of ours by its shards. A round without us counts if most of the other replicas attest to it;
-        a single other replica is enough."""
+        a single other replica is enough. So does a round of ``applied`` (``RecordBuilder.applied``): if each of the
+        others waited for the next one's word, none would be most."""
         if self.takes_part(round_.facts):
             return self._contradiction(round_.facts) is None
         stage, me, holders = self._ctx.roster.own.stage, self._ctx.net.peer_id, round_.holders.keys()
         others = (set(self._ctx.roster.stage(stage)) | holders) - self.builder.abstaining(stage) - {me}
-        return 2 * len(holders) > len(others | holders) and not self.unsealed(round_)
+        most = 2 * len(holders) > len(others | holders) or round_.facts.round in applied
+        return most and not self.unsealed(round_)
 
     def _contradiction(self, entry: RoundEntry) -> str | None:
         """Why a round that names us cannot be as its holder says; None: no contradiction. Until we have reduced our

@@ -1,0 +1,38 @@
+"""Links between replicas of one stage fail for seconds, one after the other, and nobody dies."""
+
+from __future__ import annotations
+
+import pytest
+
+from proofs.play import play
+from proofs.scenario import Fault, Scenario
+
+LONGEST_S = 60.0
+"""From the last fault to the next step, beside usual steps."""
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [  # the only trainer applies a step that its replicas did not hear of, and no other one repeats their part
+        Scenario(
+            289, (3, 2), 1, 6, 6, 0.1,
+            (Fault(5.4, "one way", ("peer-0a", "peer-0c"), 4.0), Fault(6.3, "one way", ("peer-0a", "peer-0b"), 1.5)),
+        ),
+        Scenario(
+            379, (3, 3), 1, 12, 4, 0.05,
+            (
+                Fault(0.29, "one way", ("peer-0c", "peer-0a"), 8.0),
+                Fault(2.18, "one way", ("peer-0a", "peer-0b"), 8.0),
+                Fault(5.02, "cut", ("peer-0a", "peer-0b"), 1.2),
+                Fault(7.41, "one way", ("peer-0a", "peer-0c"), 8.0),
+            ),
+        ),
+    ],
+    ids=lambda s: str(s.seed),
+)  # fmt: skip
+def test_a_stage_whose_links_flap_goes_on(scenario: Scenario) -> None:
+    """A replica that has applied the step is believed once the others have waited for as long as a step takes."""
+    outcome = play(scenario)
+    assert outcome.violations == []
+    assert outcome.left_behind == []
+    assert outcome.stood_s <= LONGEST_S + 2 * scenario.step_s
