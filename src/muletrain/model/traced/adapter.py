@@ -54,6 +54,7 @@ def described(config: AdapterConfig, base: str) -> dict[str, Any]:
         "targets": config.targets if isinstance(config.targets, str) else sorted(config.targets),
         "rslora": config.rslora,
         "dora": config.dora,
+        **({} if config.quantise == "none" else {"quantise": config.quantise}),
     }
 
 
