@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,7 @@ def put_in(model: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
     if asked.rank is None or asked.from_ is not None or asked.alpha is None or asked.base == "auto":
         raise ConfigError("model.architecture: it describes no adapter, but a setting of one")
     adapter = described(asked, asked.base)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns of kernels not used here
     try:
         from peft import inject_adapter_in_model
     except ImportError as e:

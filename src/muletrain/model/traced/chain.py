@@ -294,8 +294,8 @@ class TracedModel(Described):
     def quantised(self) -> dict[str, str]:
         """The matrices of linear layers in blocks: neither the embedding nor the output matrix."""
         kind = self.config.get(ADAPTER, {}).get("quantise")
-        inside = {name for part in self.outline.parts[1:-1] for name in part.weights}
-        return {} if kind is None else dict.fromkeys(sorted(inside.intersection(self.outline.linear, self.base)), kind)
+        linear = {part.weights[n] for part in self.outline.parts[1:-1] for n in part.linear}
+        return {} if kind is None else dict.fromkeys(sorted(linear & self.base), kind)
 
     def base_bytes(self, cut: Cut, stage: int) -> int:
         parts, coded = self.parts_of(cut, stage), self.quantised

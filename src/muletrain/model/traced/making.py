@@ -65,8 +65,6 @@ class _Kinds(NamedTuple):
     """For each block, the first block of that kind."""
     shapes: dict[str, tuple[int, ...]]
     """Shapes of all parameters of the model; tied parameters once."""
-    linear: tuple[str, ...]
-    """``Outline.linear``"""
 
 
 @functools.lru_cache(maxsize=16)
@@ -128,8 +126,7 @@ def made(spec: Described, precision: str, blocks: int | None = None) -> Made:
         width=width,
         shapes=traced.shapes,
         frozen={name: str(kind).removeprefix("torch.") for name, kind in sorted(parts.frozen.items())},
-        linear=_linear(spec, module),
-        parts=costs(parts, traced, spec.context, tables.causal(spec.context)),
+        parts=costs(parts, traced, spec.context, tables.causal(spec.context), _linear(spec, module)),
     )
     if not spec.own_loss and precision == "float32" and blocks is None:
         found = agreed(found, spec.architecture, spec.context)
@@ -185,7 +182,7 @@ def _of_short(spec: Described) -> Outline | None:
     with _without_collection():
         if (kinds := _kinds(spec)) is None or (short := _short(spec, "float32", kinds.first)) is None:
             return None
-        found = lengthened(short.outline, kinds.path, kinds.first, kinds.shapes, kinds.linear)
+        found = lengthened(short.outline, kinds.path, kinds.first, kinds.shapes)
     if found is not None:
         keep_short(found, spec.architecture, spec.context)
     return found
@@ -240,7 +237,7 @@ def _kinds(spec: Described) -> _Kinds | None:
     if len(first) - max(first) - 2 < WORTHWHILE:
         return None
     shapes = {name.removeprefix(INSIDE): tuple(p.shape) for name, p in module.named_parameters()}
-    return _Kinds(path.removeprefix(INSIDE), first, shapes, _linear(spec, module))
+    return _Kinds(path.removeprefix(INSIDE), first, shapes)
 
 
 def _layers(module: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -253,17 +250,17 @@ def _layers(module: nn.Module) -> tuple[str, nn.ModuleList]:
     return max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
 
 
-def _linear(spec: Described, module: nn.Module) -> tuple[str, ...]:
-    """``Outline.linear``. Linear layers of the adapter are among them."""
+def _linear(spec: Described, module: nn.Module) -> set[str]:
+    """The matrices of all linear layers, of a model with an adapter."""
     if ADAPTER not in spec.config:
-        return ()
+        return set()
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     from muletrain.model.traced.export import INSIDE
 
-    layers = [path for path, child in module.named_modules() if isinstance(child, nn.Linear | Conv1D)]
-    return tuple(f"{path.removeprefix(INSIDE)}.weight" for path in layers)
+    layers = (path for path, child in module.named_modules() if isinstance(child, nn.Linear | Conv1D))
+    return {f"{path.removeprefix(INSIDE)}.weight" for path in layers}
 
 
 def _digest(shapes: Mapping[str, tuple[int, ...]], parts: Parts, buffers: list[str]) -> str:

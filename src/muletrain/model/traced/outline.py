@@ -41,6 +41,10 @@ class PartOutline(Section):
 
     code: str = Field(description="digest of its function's code and of the kinds of tables that it takes")
     weights: tuple[str, ...] = Field(description="its parameters by name, in the order of its function")
+    linear: tuple[int, ...] = Field(
+        default=(),
+        description="beside an adapter, which of weights are matrices of linear layers, also of GPT-2's Conv1D",
+    )
     params: int = Field(ge=0, description="parameters that no earlier part has")
     linear_flops: float = Field(description="forward FLOPs that do not depend on the length of the sequence")
     token_flops: float = Field(description="forward FLOPs for each token of the sequence")
@@ -64,9 +68,6 @@ class Outline(Section):
     width: int = Field(gt=0, description="numbers that go from one block to the next for each token")
     shapes: dict[str, tuple[int, ...]] = Field(description="shape of each parameter; tied ones once")
     frozen: dict[str, str] = Field(default={}, description="type of each parameter that is not trained")
-    linear: tuple[str, ...] = Field(
-        default=(), description="with an adapter: the matrices of linear layers, also of GPT-2's Conv1D"
-    )
     parts: tuple[PartOutline, ...] = Field(min_length=3, description="before the blocks, the blocks, after them")
     tables: dict[int, int] = Field(default={}, description="by microbatch [sequences], the tables' size [bytes]")
     kept_16: tuple[float, ...] = Field(
@@ -143,11 +144,9 @@ def _settings(layer: nn.Module) -> Iterator[tuple[str, object]]:
                 yield f"{path}.{name}", value if plain else id(value)
 
 
-def lengthened(
-    short: Outline, path: str, first: Sequence[int], shapes: dict[str, tuple[int, ...]], linear: tuple[str, ...]
-) -> Outline | None:
+def lengthened(short: Outline, path: str, first: Sequence[int], shapes: dict[str, tuple[int, ...]]) -> Outline | None:
     """The outline of a model with block k like block ``first[k]`` of ``short``, without a digest; None: the parameters
-    would differ from ``shapes``. ``path``: of the list of blocks; ``linear``: ``Outline.linear``."""
+    would differ from ``shapes``. ``path``: of the list of blocks."""
     before, *blocks, after = short.parts
     parts, counted = [before], set[str]()
     for number, kind in enumerate(first):
@@ -160,7 +159,7 @@ def lengthened(
         if any(name not in shapes for name in fresh):
             return None
         parts[index] = part.model_copy(update={"params": sum(math.prod(shapes[name]) for name in fresh)})
-    found = short.model_copy(update={"digest": None, "shapes": shapes, "linear": linear, "parts": tuple(parts)})
+    found = short.model_copy(update={"digest": None, "shapes": shapes, "parts": tuple(parts)})
     like = all(found.kinds[1 + k] == found.kinds[1 + kind] for k, kind in enumerate(first))
     return found if like and counted == shapes.keys() else None
 
