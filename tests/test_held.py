@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from muletrain.compute.arithmetic import StageArithmetic, StageSetup
 from muletrain.compute.base import Microbatch
+from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.errors import ConfigError
 from muletrain.model.make import make_stage
@@ -20,6 +21,8 @@ from muletrain.model.traced import held
 from muletrain.runs import assemble
 from muletrain.runs.assemble import RunFacts, initial_weights, resolve_start
 from muletrain.runs.base import check_quantising, weights_of
+from muletrain.sim.plan import swap
+from muletrain.sim.plan.question import Question
 
 from .test_adapters import base_of, facts_of
 
@@ -117,6 +120,14 @@ def test_linear_layers_of_blocks_are_quantised(tmp_path: Path) -> None:
     names = {f"model.layers.{k}.self_attn.{name}.weight" for k in range(facts.spec.layers) for name in base}
     assert {*facts.spec.quantised} == names
     assert {*facts.spec.quantised.values()} == {"int8"}
+
+
+def test_plans_swap_no_codes(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text('[[machines]]\nname = "pc"\ncount = 1\ndevice = "RTX 3060"\n')
+    facts, _ = facts_of(tmp_path, "llama-linear", "adapter.quantise=nf4")
+    assert all(need.swapped is None for need in [*facts.needs(), *facts.client_needs()])
+    question = Question(load_fleet(tmp_path / "fleet.toml"), facts.config, facts.spec)
+    assert "use adapter.quantise = 'none'" in swap.predict(question).problem
 
 
 def test_a_machine_without_bitsandbytes_is_told_before_anything_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
