@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from bitsandbytes import functional as bnb
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.pytorch_utils import Conv1D
 
 from muletrain.config.load import load_config
 from muletrain.data.chat import resolved
@@ -114,10 +116,25 @@ class Peft(nn.Module):
         for name, parameter in self.peft.named_parameters():
             if parameter.requires_grad:
                 parameter.data.copy_(first[name.removeprefix("base_model.model.")])
+        if a.quantise != "none":
+            for path, layer in self.peft.named_modules():
+                if isinstance(layer, nn.Linear | Conv1D) and ".lora_" not in path and "lm_head" not in path:
+                    layer.weight.data.copy_(there_and_back(layer.weight.data, a.quantise))
 
     def forward(self, inputs: Tensor, masks: Masks | None = None) -> Tensor:
         logits: Tensor = self.peft(input_ids=inputs).logits
         return logits
+
+
+def there_and_back(weight: Tensor, kind: str) -> Tensor:
+    """fp32, after ``bitsandbytes`` made codes of it, and numbers of these."""
+    if kind == "nf4":
+        found: Tensor = bnb.dequantize_4bit(*bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4"))
+        return found
+    whole: Tensor = bnb.dequantize_blockwise(
+        *bnb.quantize_blockwise(weight, code=bnb.create_linear_map(), blocksize=64)
+    )
+    return whole
 
 
 def own(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -135,6 +152,9 @@ def own(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         ("gpt2", ("adapter.dora=true",)),
         ("llama-linear", ("adapter.dora=true", "adapter.rslora=true")),
         ("qwen3-tied", ()),
+        ("llama-linear", ("adapter.quantise=nf4",)),
+        ("gpt2", ("adapter.quantise=int8",)),
+        ("qwen3", ("adapter.quantise=nf4", 'adapter.targets=["q_proj", "v_proj"]', "adapter.dora=true")),
     ],
 )
 def test_a_fleet_trains_an_adapter_as_peft_does_though_a_peer_is_killed(
@@ -177,6 +197,7 @@ def test_a_fleet_trains_an_adapter_as_peft_does_though_a_peer_is_killed(
         ("swap", "false", "llama-linear", 20),
         ("swap", "true", "llama-linear", 6),
         ("swap", "false", "qwen3-tied", 6),
+        ("hub", "false", "nf4", 6),
     ],
 )
 def test_clients_and_swapped_stages_train_adapters(
@@ -187,6 +208,8 @@ def test_clients_and_swapped_stages_train_adapters(
     hub = ("hub.clients=2", "train.microbatch=4", f"fleet.profile={profile}")
     swap = ("swap.whole=true", "fleet.stages=1", "fleet.peers=2")
     asked = (*(hub if strategy == "hub" else swap), f"adapter.dora={dora}", f"train.steps={steps}")
+    if name == "nf4":
+        name, asked = "llama-linear", (*asked, "adapter.quantise=nf4")
     facts, cache = facts_of(tmp_path, name, *asked)
     torch.set_num_threads(1)
     expected, losses = train_plainly(facts, facts.source(cache), Peft(facts, tmp_path / "base"))
@@ -203,9 +226,13 @@ def muletrain(where: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("name", "dora"), [("qwen2", False), ("qwen2", True), ("gpt2", True)])
-def test_from_the_command_line_to_peft_and_back(tmp_path: Path, name: str, dora: bool) -> None:
-    """Train, export as an adapter and merged, open both with peft and transformers, and train the adapter further."""
+@pytest.mark.parametrize(
+    ("name", "dora", "quantise"),
+    [("qwen2", False, "none"), ("qwen2", True, "none"), ("gpt2", True, "none"), ("qwen2", False, "nf4")],
+)
+def test_from_the_command_line_to_peft_and_back(tmp_path: Path, name: str, dora: bool, quantise: str) -> None:
+    """Train, export as an adapter and merged, open both with peft and transformers, and train the adapter further. Beside
+    a quantised base, too, the checkpoint and both exports are of the exact base."""
     base = base_of(tmp_path / "base", name)
     data = write_rows(tmp_path / "chat.jsonl", chats(60))
     asked = [
@@ -217,6 +244,8 @@ def test_from_the_command_line_to_peft_and_back(tmp_path: Path, name: str, dora:
         "adapter.rank=4",
         "--set",
         f"adapter.dora={str(dora).lower()}",
+        "--set",
+        f"adapter.quantise={quantise}",
         "--set",
         "train.steps=3",
     ]
@@ -302,6 +331,11 @@ def test_a_run_on_conversations_goes_on_when_its_model_has_moved(tmp_path: Path)
         (['adapter.targets=["nothing"]'], r"adapter.targets: \['nothing'\]: Target modules .* not found"),
         (["adapter.rank=100"], r"adapter.rank: 100, but .* has a side of \d+; take a smaller rank"),
         (["adapter.rank=none", "adapter.alpha=3"], r"adapter.alpha: 3.0 has no effect without adapter.rank"),
+        (["adapter.rank=none", "adapter.quantise=nf4"], r"adapter.quantise: 'nf4' has no effect without adapter.rank"),
+        (
+            ["adapter.quantise=nf4", "swap.whole=true", "fleet.stages=1"],
+            r"swap.whole: with adapter.quantise = 'nf4'.*use adapter.quantise = 'none', or stages",
+        ),
         (["adapter.rank=none", "adapter.from=nowhere"], r"adapter.from: .*nowhere holds no adapter of peft"),
     ],
 )

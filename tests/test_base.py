@@ -47,7 +47,7 @@ PARTS: tuple[list[str], ...] = ([], ["a", "b"], ["norm"])
 class Chain:
     """The parts of a model that a store asks for."""
 
-    shapes, base_size = SIZES, 2
+    shapes, base_size, quantised = SIZES, 2, dict[str, str]()
 
     @staticmethod
     def base_in(part: int) -> list[str]:

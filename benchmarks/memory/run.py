@@ -89,12 +89,13 @@ class Case:
 
 
 def save_llama(folder: Path, **sizes: int) -> Path:
-    """A new Llama in bf16."""
+    """A new Llama in bf16, with about one tensor a file."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     numbers = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "vocab_size": 8192}
     numbers |= {"num_hidden_layers": sizes["layers"], "max_position_embeddings": 2048}
-    LlamaForCausalLM(LlamaConfig(**numbers, tie_word_embeddings=False)).bfloat16().save_pretrained(folder)
+    model = LlamaForCausalLM(LlamaConfig(**numbers, tie_word_embeddings=False)).bfloat16()
+    model.save_pretrained(folder, max_shard_size="100KB")
     return folder
 
 
@@ -131,6 +132,12 @@ CASES = {
     "an adapter, block by block": Case(
         "adapter.rank=16 model.context=1024 compute.checkpointing=block fleet.stages=2", stage=1, bf16=True
     ),
+    "an adapter beside NF4": Case("adapter.rank=16 adapter.quantise=nf4 fleet.stages=2", stage=1, bf16=True),
+    "an adapter beside int8, in 16 bits": Case(
+        "adapter.rank=16 adapter.quantise=int8 model.context=512 compute.precision=bf16 fleet.stages=2",
+        stage=1,
+        bf16=True,
+    ),
     "a client of a hub": Case("model.width=512 fleet.stages=4 hub.clients=1", stage=1, client=True),
     "a server of a hub": Case("model.width=512 fleet.stages=4 hub.clients=4", stage=1, server=True),
     "a middle stage": Case("model.width=512 fleet.stages=4", stage=1),
@@ -146,6 +153,9 @@ async def serve(case: Case, facts: RunFacts) -> None:
         parts = facts.spec.parts_of(facts.cut, case.stage)
         base = {name: tensor for part in parts for name, tensor in (store.part(part) or {}).items()}
     compute = build_compute(facts.drawn(), case.stage, machine, None, updates=not case.client, base=base)
+    if facts.spec.quantised:  # pages of files that were read once are no need
+        base = store = None
+        forget_peak()
     assert compute.by_block == need.by_block
     for step in range(STEPS):
         await (help_with if case.client else lead)(case, facts, compute, step)
@@ -197,6 +207,13 @@ async def compute_one(facts: RunFacts, compute: Compute, mb: Microbatch) -> None
     await compute.backward(mb, torch.ones(*tokens.shape, spec.passed), accumulate=True)
 
 
+def forget_peak() -> None:
+    """The peak is now the present."""
+    gc.collect()
+    return_freed_memory()
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def resident(peak: bool = False) -> int:
     """This process's memory, or its peak since ``clear_refs`` [bytes]."""
     name = "VmHWM:" if peak else "VmRSS:"
@@ -207,9 +224,7 @@ def resident(peak: bool = False) -> int:
 def peak_of(work: Callable[[], None]) -> int:
     """Most memory that ``work`` took, by the kernel's own mark, which no load of the machine makes miss a peak [bytes].
     Needs Linux."""
-    gc.collect()
-    return_freed_memory()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present
+    forget_peak()
     before = resident()
     work()
     return resident(peak=True) - before

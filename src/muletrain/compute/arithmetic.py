@@ -120,7 +120,7 @@ class StageArithmetic:
         self._working = [newest, *(newest.clone() for _ in versions[1:])]
         exact = () if self._direct and dtype == torch.float32 else versions[0].exact(dtype)
         self._exact = {name: first(name).to(device, torch.float32, copy=True) for name in exact}
-        base = {name: first(name).to(device) for name in versions[0].base_shapes()}
+        base = {name: versions[0].held(name, first(name), dtype, device) for name in versions[0].base_shapes()}
         self._beside = self._exact | base
         """Parameters that do not lie in the flat buffers."""
         self._parameters = [self._bound(*pair) for pair in zip(versions, self._working, strict=True)]

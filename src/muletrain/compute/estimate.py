@@ -59,7 +59,7 @@ def backward_bytes(
         kept -= left
         made += params
         peak = max(peak, kept + (1 + PASSING) * graph + size * (min(made, trained) + again))
-    return int(peak) + spec.recast_bytes(cut, stage, size, by_block=by_block)
+    return int(peak) + spec.recast_bytes(spec.parts_of(cut, stage), size)
 
 
 PASSING = 0.25

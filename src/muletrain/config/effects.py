@@ -56,7 +56,8 @@ IDLE = (
         "take more stages",
     ),
     Idle(
-        "adapter.alpha adapter.dropout adapter.targets adapter.ranks adapter.alphas adapter.rslora adapter.dora adapter.base",
+        "adapter.alpha adapter.dropout adapter.targets adapter.ranks adapter.alphas adapter.rslora adapter.dora adapter.base "
+        "adapter.quantise",
         lambda c: c.adapter.rank is None and c.adapter.from_ is None,
         "without adapter.rank",
         "set that",

@@ -204,6 +204,11 @@ class AdapterConfig(Section):
         description="type in which the weights beside the adapter, which are not trained, are held; auto: as the model's files have "
         "them, so that nothing is rounded",
     )
+    quantise: Literal["none", "int8", "nf4"] = Field(
+        default="none",
+        description="codes in which each machine holds the matrices of linear layers among those weights, of 8 or 4 bits a number with "
+        "a scale for 64 of them (bitsandbytes); not the output matrix. What travels stays exact",
+    )
     digests: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...] | None = Field(
         default=None,
         description="digests of those weights, for each part of the chain; filled in",

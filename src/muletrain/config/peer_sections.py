@@ -220,8 +220,10 @@ def check_hub(h: HubConfig, p: PipelineConfig, stages: int) -> None:
         )
 
 
-def check_swap(s: SwapConfig, stages: int, p: PipelineConfig, h: HubConfig, *, delayed: bool) -> None:
-    """``stages``: ``fleet.stages``; ``delayed``: ``optimizer.delayed``."""
+def check_swap(
+    s: SwapConfig, stages: int, p: PipelineConfig, h: HubConfig, *, delayed: bool, quantise: str = "none"
+) -> None:
+    """``stages``: ``fleet.stages``; ``delayed``: ``optimizer.delayed``; ``quantise``: ``adapter.quantise``."""
     if not s.whole:
         return
     if stages != 1:
@@ -235,6 +237,11 @@ def check_swap(s: SwapConfig, stages: int, p: PipelineConfig, h: HubConfig, *, d
     if delayed:
         raise ValueError(
             "swap.whole: with optimizer.delayed, but a swapped model has no second copy of its weights; use optimizer.delayed = false"
+        )
+    if quantise != "none":
+        raise ValueError(
+            f"swap.whole: with adapter.quantise = '{quantise}', but a swapped model takes its blocks from the model's files, as these are; "
+            f"use adapter.quantise = 'none', or stages instead of swap.whole"
         )
 
 

@@ -243,7 +243,8 @@ class RunConfig(Section):
         check_fleet(self.fleet)
         check_pipeline(self.pipeline, self.fleet.stages, self.microbatches)
         check_hub(self.hub, self.pipeline, self.fleet.stages)
-        check_swap(self.swap, self.fleet.stages, self.pipeline, self.hub, delayed=self.optimizer.delayed)
+        late, quantise = self.optimizer.delayed, self.adapter.quantise
+        check_swap(self.swap, self.fleet.stages, self.pipeline, self.hub, delayed=late, quantise=quantise)
         check_network(self.network)
         return self
 

@@ -358,22 +358,23 @@ class Model(ABC):
         """Bytes of most numbers of ``base``."""
         return 0
 
+    @property
+    def quantised(self) -> Mapping[str, str]:
+        """Of ``base``, the matrices that a device holds as codes, with the kind of code ('int8', 'nf4')."""
+        return {}
+
     def base_bytes(self, cut: Cut, stage: int) -> int:
-        """``base`` of ``stage``, as it is held."""
-        return self.base_size * self.base_params(self.parts_of(cut, stage))
+        """``base`` of ``stage``, as a device holds it."""
+        return 0
 
     def frozen_flops(self, part: int) -> float:
         """The forward FLOPs per token of a part with weights of ``base``, of which backward computes no gradient."""
         return 2.0 * self.base_params(range(part, part + 1)) if part else 0.0  # the first part looks up
 
-    def recast_bytes(self, cut: Cut, stage: int, size: int, *, by_block: bool) -> int:
-        """``base`` of the largest part of ``stage`` in a working precision of ``size`` bytes, if it is held in another one:
-        the part's weights are converted while it computes. ``by_block``: of two parts (measured)."""
-        return sum(sorted(self.recast_part(part, size) for part in self.parts_of(cut, stage))[-1 - by_block :])
-
-    def recast_part(self, part: int, size: int) -> int:
-        """``recast_bytes`` of one part."""
-        return 0 if size == self.base_size else size * self.base_params(range(part, part + 1))
+    def recast_bytes(self, parts: range, size: int) -> int:
+        """The largest tensor of ``base`` in ``parts`` that is not held in the working precision of ``size`` bytes, in that:
+        it is made for each operator."""
+        return 0
 
     def largest_base(self, cut: Cut, stage: int) -> int:
         """Numbers of the largest tensor of ``base`` in ``stage``."""

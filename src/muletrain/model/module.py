@@ -58,6 +58,11 @@ class StageModule(nn.Module):
         """Name -> shape of the parameters of ``Model.base``, which ``shapes`` does not count."""
         return {}
 
+    def held(self, name: str, weight: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The parameter ``name`` of ``base_shapes``, on ``device``, for a working precision of ``dtype``. ``weight``: on the
+        CPU, as it travels."""
+        return weight.to(device)
+
     @property
     def slices(self) -> Mapping[str, tuple[int, int, int]]:
         """Of matrices of which this is a part: by name, the dimension that is cut, the first index, and the whole matrix's

@@ -57,7 +57,7 @@ from muletrain.model.traced.folder import (
 )
 from muletrain.optim.schedule import learning_rate
 from muletrain.policy.shards import CHUNK, lone_chunk
-from muletrain.runs.base import digests_of
+from muletrain.runs.base import check_quantising, digests_of
 from muletrain.runs.checkpoint import FORMAT
 from muletrain.runs.join.seating import Seating
 from muletrain.runtime.core.plan import Plan, Validation
@@ -404,6 +404,8 @@ def resolve_start(
         if config.adapter.rank is not None and config.model.architecture is None:
             raise ConfigError("adapter.rank: an adapter belongs to a trained model; name one by model.from")
         return config
+    if weights:
+        check_quantising(config)
     given = config.model.model_dump(include=config.model.model_fields_set - {"from_"}, exclude_none=True)
     changes, data = {name: given[name] for name in ("context", "dropout", "untie") if name in given}, config.data
 
@@ -501,7 +503,7 @@ SIZES = ("layers", "width", "vocab", "context", "architecture")
 def with_adapter_of(config: RunConfig, folder: Path) -> RunConfig:
     """``config`` with the adapter that is in ``folder``. Raises CheckpointError, or ConfigError if the user asks for
     another one."""
-    own = {"dropout", "base", "digests"}
+    own = {"dropout", "base", "quantise", "digests"}
     found = {**read_config(folder), "from": str(folder), **config.adapter.model_dump(include=own)}
     asked = config.adapter.model_dump(include=config.adapter.model_fields_set - {"from_", *own}, exclude_none=True)
     adapter = AdapterConfig.model_validate(found)

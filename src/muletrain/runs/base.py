@@ -41,6 +41,14 @@ class Digests(Section):
     digests: tuple[str, ...]
 
 
+def check_quantising(config: RunConfig) -> None:
+    """Raises ConfigError if this machine cannot quantise the base, and ``config`` asks for it."""
+    if config.adapter.quantise != "none":
+        from muletrain.model.traced.held import library
+
+        library()
+
+
 def digests_of(folder: Path, model: TracedModel, kind: str, note: Callable[[str], None]) -> tuple[str, ...]:
     """The digest of the base's weights in ``folder``, of each part of the chain, as ``AdapterConfig.base`` ``kind`` holds
     them. All are read, unless files of these sizes and times were read before. Raises CheckpointError."""

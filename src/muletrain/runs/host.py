@@ -19,7 +19,7 @@ from muletrain.events import BlocksCompiled
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.policy.recent import Recent
 from muletrain.runs.assemble import build_compute
-from muletrain.runs.base import own_folders, store_of
+from muletrain.runs.base import check_quantising, own_folders, store_of
 from muletrain.runs.join.client import members_in
 from muletrain.runs.join.limits import check_stage
 from muletrain.runs.join.messages import JoinRequest
@@ -72,13 +72,14 @@ class Host:
 
     def open_base(self, facts: RunFacts, network: Network) -> None:
         """From now on, give and take the weights beside an adapter, if the run's model has any. Raises ConfigError for a
-        configuration without their digests."""
+        configuration without their digests, and if this machine cannot quantise them as the run does."""
         if self._base is not None:  # this machine joins again
             return
         config, own = facts.config, self.spec.role == "found" or self.spec.data == "config"
         named = [Path(config.model.from_)] if own and config.model.from_ is not None else []
         store = store_of(config, facts.spec, [*named, *own_folders(config, self.spec.model)])
         if store is not None:
+            check_quantising(config)
             tasks = Tasks()
             BaseGiver(network, tasks, store, self._heard)
             self._base = BaseTaker(network, self.clock, tasks, store, self.log.note)

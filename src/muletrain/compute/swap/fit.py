@@ -98,7 +98,7 @@ def blocks_of(
         for part in parts if spec.base else ():  # a whole block
             assert isinstance(part, int)
             loads += spec.base_size * spec.base_params(range(part, part + 1))
-            works += spec.recast_part(part, size)
+            works += spec.recast_bytes(range(part, part + 1), size)
         return Layer(forward_s, backward_s, float(loads), works, passed, 4.0 * params, again_s)
 
     def of_piece(piece: Piece, whole_flops: float) -> Layer:
@@ -255,7 +255,7 @@ def stage_needs(
         )
         for s in range(len(cut))
     ]
-    if config.swap.backing == "off" or optimizer.delayed:
+    if config.swap.backing == "off" or optimizer.delayed or spec.quantised:
         return needs
     within = _sharing(spec, cut)
     disk, lamb = None if config.swap.backing == "auto" else config.swap.backing == "disk", optimizer.name == "lamb"
@@ -289,7 +289,7 @@ def client_needs(config: RunConfig, spec: Model, cut: Cut, precision: Precision)
         client_memory(spec, cut, s, tokens=tokens, precision=precision, delayed=late, checkpointing=again)
         for s in range(len(cut))
     ]
-    if config.swap.backing == "off" or late:
+    if config.swap.backing == "off" or late or spec.quantised:
         return needs
     most, within = strategy_of(config).capacity(len(cut)), _sharing(spec, cut)
     return [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import math
 import re
 import warnings
@@ -51,6 +52,7 @@ def described(config: AdapterConfig, base: str) -> dict[str, Any]:
         "rslora": config.rslora,
         "dora": config.dora,
         **{name: found for name in ("ranks", "alphas") if (found := getattr(config, name))},
+        **({} if config.quantise == "none" else {"quantise": config.quantise}),
     }
 
 
@@ -86,6 +88,7 @@ def put_in(model: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
 
 def _injected(model: nn.Module, adapter: Mapping[str, Any]) -> tuple[nn.Module, Any]:
     """``model`` with the adapter, and peft's settings of it, in which peft names each target that it found."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns of kernels not used here
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as e:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number of ``AdapterConfig.base``."""
+CODES = {"int8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}
+"""Bytes of a number by ``AdapterConfig.quantise``, with the fp32 scale that 64 numbers share (``held.BLOCK``)."""
 
 
 @dataclass(frozen=True)
@@ -286,8 +288,28 @@ class TracedModel(Described):
         return self._numbers(parts, self.base)
 
     def largest_base(self, cut: Cut, stage: int) -> int:
-        names = {name for part in self.parts_of(cut, stage) for name in self.base_in(part)}
-        return max((math.prod(self.shapes[name]) for name in names), default=0)
+        return self._largest(self.parts_of(cut, stage), self.base)
+
+    @functools.cached_property
+    def quantised(self) -> dict[str, str]:
+        """The matrices of linear layers in blocks: neither the embedding nor the output matrix."""
+        kind = self.config.get(ADAPTER, {}).get("quantise")
+        linear = {part.weights[n] for part in self.outline.parts[1:-1] for n in part.linear}
+        return {} if kind is None else dict.fromkeys(sorted(linear & self.base), kind)
+
+    def base_bytes(self, cut: Cut, stage: int) -> int:
+        parts, coded = self.parts_of(cut, stage), self.quantised
+        each = CODES[next(iter(coded.values()))] if coded else 0
+        rest = self._numbers(parts, self.base - coded.keys()) if self.base else 0
+        return int(each * self._numbers(parts, coded)) + self.base_size * rest
+
+    def recast_bytes(self, parts: range, size: int) -> int:
+        return size * self._largest(parts, self.quantised if size == self.base_size else self.base)
+
+    def _largest(self, parts: range, among: Collection[str]) -> int:
+        """Numbers of the largest parameter ``among`` which the ``parts`` use."""
+        names = {name for part in parts for name in self.outline.parts[part].weights}
+        return max((math.prod(self.shapes[name]) for name in names.intersection(among)), default=0)
 
     @property
     def base_size(self) -> int:

@@ -69,8 +69,11 @@ _VIEWS = {
 _VIEWS |= {"contiguous", "to", "type_as", "detach", "alias", "t", "unflatten", "flatten", "narrow", "unbind", "movedim"}
 
 
-def costs(chain: Parts, traced: Traced, context: int, causal: Collection[str]) -> tuple[PartOutline, ...]:
-    """Count the parts of ``chain``, a cut of ``traced``. ``causal``: masks of attention that need no table."""
+def costs(
+    chain: Parts, traced: Traced, context: int, causal: Collection[str], linear: Collection[str]
+) -> tuple[PartOutline, ...]:
+    """Count the parts of ``chain``, a cut of ``traced``. ``causal``: masks of attention that need no table; ``linear``:
+    parameters for ``PartOutline.linear``."""
     counted: set[str] = set()
     half, kept = max(1, context // 2), _Kept(chain, traced, context, causal)
     sizes = {node.name for node in traced.graph.nodes if not isinstance(node.meta.get("val"), Tensor)}
@@ -84,6 +87,7 @@ def costs(chain: Parts, traced: Traced, context: int, causal: Collection[str]) -
             PartOutline(
                 code=kept.code(part),
                 weights=part.weights,
+                linear=tuple(n for n, name in enumerate(part.weights) if name in linear),
                 params=sum(math.prod(traced.shapes[name]) for name in own),
                 linear_flops=at_whole - slope * context,
                 token_flops=slope,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muletrain.errors import ConfigError
 from muletrain.model.chain import TOKENS, Model
-from muletrain.model.traced.outline import Outline, agreed, alike, extend, keep_short, known, lengthened
+from muletrain.model.traced.outline import ADAPTER, Outline, agreed, alike, extend, keep_short, known, lengthened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,7 +126,7 @@ def made(spec: Described, precision: str, blocks: int | None = None) -> Made:
         width=width,
         shapes=traced.shapes,
         frozen={name: str(kind).removeprefix("torch.") for name, kind in sorted(parts.frozen.items())},
-        parts=costs(parts, traced, spec.context, tables.causal(spec.context)),
+        parts=costs(parts, traced, spec.context, tables.causal(spec.context), _linear(spec, module)),
     )
     if not spec.own_loss and precision == "float32" and blocks is None:
         found = agreed(found, spec.architecture, spec.context)
@@ -248,6 +248,19 @@ def _layers(module: nn.Module) -> tuple[str, nn.ModuleList]:
     if not lists:
         raise ConfigError("model.architecture: its blocks are in no list, so there is no shorter model of the kind")
     return max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
+
+
+def _linear(spec: Described, module: nn.Module) -> set[str]:
+    """The matrices of all linear layers, of a model with an adapter."""
+    if ADAPTER not in spec.config:
+        return set()
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    from muletrain.model.traced.export import INSIDE
+
+    layers = (path for path, child in module.named_modules() if isinstance(child, nn.Linear | Conv1D))
+    return {f"{path.removeprefix(INSIDE)}.weight" for path in layers}
 
 
 def _digest(shapes: Mapping[str, tuple[int, ...]], parts: Parts, buffers: list[str]) -> str:

@@ -41,6 +41,10 @@ class PartOutline(Section):
 
     code: str = Field(description="digest of its function's code and of the kinds of tables that it takes")
     weights: tuple[str, ...] = Field(description="its parameters by name, in the order of its function")
+    linear: tuple[int, ...] = Field(
+        default=(),
+        description="beside an adapter, which of weights are matrices of linear layers, also of GPT-2's Conv1D",
+    )
     params: int = Field(ge=0, description="parameters that no earlier part has")
     linear_flops: float = Field(description="forward FLOPs that do not depend on the length of the sequence")
     token_flops: float = Field(description="forward FLOPs for each token of the sequence")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from muletrain.errors import ConfigError
 from muletrain.model.compression import PREFIX, Borders
 from muletrain.model.loss import Head
 from muletrain.model.module import StageModule
+from muletrain.model.traced.held import quantised, recast
 from muletrain.model.traced.operators import Causal
 
 if TYPE_CHECKING:
@@ -142,6 +142,10 @@ class TracedStage(StageModule):
     def base_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, shape in super().shapes().items() if name in self.spec.base}
 
+    def held(self, name: str, weight: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        kind = self.spec.quantised.get(name)
+        return weight.to(device) if kind is None else quantised(weight, kind, dtype, device)
+
     def bind(self, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> StageModule:
         """See ``StageModule.bind``. A part without parameters computes in the precision of the remaining
         ``weights``."""
@@ -198,20 +202,14 @@ class TracedStage(StageModule):
         )
 
     def _in_kinds(self, names: Sequence[str], given: Sequence[Tensor]) -> list[Tensor]:
-        """The weights ``given``. Frozen weights are converted to the types of the graph."""
+        """The weights ``given``. Operators get frozen weights in the types of the graph."""
         kinds = self.tables.chain.frozen
-        return [weight.to(kinds.get(name, weight.dtype)) for name, weight in zip(names, given, strict=True)]
+        return [recast(weight, kinds.get(name, weight.dtype)) for name, weight in zip(names, given, strict=True)]
 
     def _compute(self, part: Part, *given: Any) -> Any:
-        """``part`` of weights, inputs and more. Of weights in another type than the graph's, autograd keeps no copy: these
-        are converted again in backward, as they were in forward, one at a time."""
-        held, rest = given[: len(part.weights)], given[len(part.weights) :]
-        weights = self._in_kinds(part.weights, held)
-        again = _Again(held, weights)
-        if self.by_block or not again.weights or not torch.is_grad_enabled():
-            return part.function(*weights, *rest)
-        with saved_tensors_hooks(again.pack, again.unpack):
-            return part.function(*weights, *rest)
+        """``part`` of weights, inputs and more."""
+        weights = self._in_kinds(part.weights, given[: len(part.weights)])
+        return part.function(*weights, *given[len(part.weights) :])
 
     def _run_parts(
         self,
@@ -262,23 +260,6 @@ class TracedStage(StageModule):
     def _cast(self, samples: Tensor) -> Tensor:
         """Floats in the precision of the weights."""
         return samples.to(self._dtype) if samples.is_floating_point() else samples
-
-
-class _Again:
-    """Hooks of autograd: ``weights`` made from other tensors are not saved, but made again."""
-
-    def __init__(self, held: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        self.weights = {new.data_ptr(): (old, new.dtype) for old, new in zip(held, made, strict=True) if new is not old}
-
-    def pack(self, tensor: Tensor) -> Any:
-        found = self.weights.get(tensor.untyped_storage().data_ptr())
-        return tensor if found is None else (*found, tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    def unpack(self, kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        weight, dtype, *view = kept
-        return cast("Tensor", weight).to(dtype).as_strided(*view)
 
 
 def is_causal(mask: object, length: int) -> bool:

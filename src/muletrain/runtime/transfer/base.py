@@ -98,8 +98,10 @@ class BaseStore:
 
     def part(self, part: int) -> Mapping[str, Tensor] | None:
         """The weights of ``part`` by name; None: they are not here."""
-        self._own.add(part)
+        if not self.model.quantised:  # else the device holds codes, and these weights are read once
+            self._own.add(part)
         found = self._found(part)
+        self._let_go()
         return None if found is None else found[1]
 
     def image(self, digest: bytes) -> StateImage | None:
@@ -109,9 +111,12 @@ class BaseStore:
         part = self.digests.index(digest)
         found = self._found(part)
         self._given = [part, *(p for p in self._given if p != part)][:TAKERS]
-        for other in self._images.keys() - self._own - {*self._given}:
-            del self._images[other]
+        self._let_go()
         return None if found is None else found[0]
+
+    def _let_go(self) -> None:
+        for part in self._images.keys() - self._own - {*self._given}:
+            del self._images[part]
 
     def _found(self, part: int) -> tuple[StateImage, Mapping[str, Tensor]] | None:
         if part not in self._images:

@@ -28,6 +28,11 @@ def predict(question: Question, least: float = 0.0) -> Prediction:
         paced = next(p.name for p in question.firsts if p.forward_s)
         why = f"'{paced}' is paced (forward_ms): what it takes for a whole model is not known; give device or tflops instead"
         return blank.model_copy(update={"problem": why})
+    if question.spec.quantised:
+        why = (
+            "a swapped model takes its blocks from the model's files, not codes of them; use adapter.quantise = 'none'"
+        )
+        return blank.model_copy(update={"problem": why})
     asked = asked_of(question)
     found = plan_swarm.predict(asked, least=least)
     if found.problem:
