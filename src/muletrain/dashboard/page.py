@@ -279,7 +279,8 @@ class RunPage:
         view = self._view
         usual = statistics.median(self._speeds) if len(self._speeds) >= 10 else math.nan
         live = True if past else self.live
-        facts = Facts(self.folder, live, usual, sum(self._skips), self.ticket)
+        command = self._prepared.command if self._prepared is not None else "run"
+        facts = Facts(self.folder, live, usual, sum(self._skips), self.ticket, command)
         found: dict[str, Any] = {
             "head": self._head(now),
             "health": health(view, now, facts)._asdict(),

@@ -524,5 +524,7 @@ class RunPrepared(Event):
     """The device of each process of the machine that prepared the run."""
     date: str = ""
     """The date that the chat template prints; empty: it prints none."""
+    command: str = "run"
+    """The command: 'run' or 'start'."""
     examples: list[list[str]] = field(default_factory=list)
     """Of a new run on conversations, the first ones, as ``data.shown.examples`` gives them."""

@@ -24,6 +24,7 @@ from muletrain.events import (
     Validated,
     events_in,
 )
+from muletrain.runs.again import resuming
 from muletrain.runs.asked import BY_SIGNAL, Asked
 from muletrain.runs.folder import DiskWatch
 from muletrain.runs.metrics import Metrics
@@ -312,7 +313,7 @@ class Session:
         return self._command(f"after step {int(self.checkpoint.name[5:13])}, with your own data.path")
 
     def _command(self, whence: str) -> str:
-        return f"muletrain {'run' if self.role == 'run' else 'start'} --resume {self.folder}   # go on {whence}"
+        return f"{resuming(self.folder, 'run' if self.role == 'run' else 'start')}   # go on {whence}"
 
     def stop(self, reason: str = "") -> None:
         """Ask the processes to end in order; a machine that joined only leaves. ``reason``: begins the sentence for
@@ -504,8 +505,8 @@ class Session:
                 else "none was written since the start"
             )
             raise CheckpointError(
-                f"the final checkpoint could not be written, and {newest}; free some space, then continue with 'muletrain run "
-                f"--resume {self.folder}' ('start --resume' for a run on several machines)"
+                f"the final checkpoint could not be written, and {newest}; free some space, then continue with "
+                f"'{resuming(self.folder, self.role)}'"
             )
 
     def exit_code(self) -> int:

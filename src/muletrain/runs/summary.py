@@ -26,9 +26,11 @@ EXAMPLES, EXAMPLE = 3, 600
 """Conversations that are shown before a run, and characters of each."""
 
 
-def summary_of(facts: RunFacts, data: Data, devices: Sequence[str], first_step: int = 0) -> RunPrepared:
-    """The summary of a run on ``data`` that begins after ``first_step`` (0: a new run). ``devices``: one for each process
-    of this machine."""
+def summary_of(
+    facts: RunFacts, data: Data, devices: Sequence[str], first_step: int = 0, command: str = "run"
+) -> RunPrepared:
+    """The summary of a run on ``data`` that ``command`` begins after ``first_step`` (0: a new run). ``devices``: one for
+    each process of this machine."""
     config, spec = facts.config, facts.spec
     t, o, whole = config.train, config.optimizer, ((0, spec.layers),)
     tokens, size = t.batch * _positions(facts), len(data.train)
@@ -62,6 +64,7 @@ def summary_of(facts: RunFacts, data: Data, devices: Sequence[str], first_step: 
         stages=config.fleet.stages,
         peers=config.fleet.peers or 0,
         devices=list(devices),
+        command=command,
         date=config.data.date if prints_date(config.data) else "",
         examples=_examples(config.data) if config.data.counts and not first_step else [],
     )

@@ -182,9 +182,9 @@ class Ready(NamedTuple):
     """The folder of the checkpoint that the run goes on from; None: it begins."""
     first_step: int
 
-    def save(self) -> None:
-        """Save ``given`` for the next resume."""
-        save_config(self.folder, self.given)
+    def save(self, **network: object) -> None:
+        """Save ``given`` for the next resume, with these fields of ``network``."""
+        save_config(self.folder, _with(self.given, "network", **network))
 
 
 def ready(
@@ -198,6 +198,7 @@ def ready(
     """Prepare the run of ``folder``, tokenise its data, and find the checkpoint that a resumed one goes on from. ``fits``
     raises for a model that this machine has no room for; ``reads``: see ``prepare``. Changes no file in the folder, but
     may add some. Raises MuletrainError."""
+    from muletrain.runs.again import last_step
     from muletrain.runs.assemble import RunFacts
     from muletrain.runs.parts import fitting
     from muletrain.runs.resuming import continued
@@ -225,10 +226,19 @@ def ready(
         )
     with doing("cutting the checkpoint into other stages") as tell:
         checkpoint = fitting(checkpoint, RunFacts.of(config), tell)
-    console.print(f"continuing after step {checkpoint.step} ({checkpoint.folder})", soft_wrap=True)
+    reached = last_step(folder)
+    again = f"; {_again(checkpoint.step + 1, reached)}" if reached > checkpoint.step else ""
+    console.print(f"continuing after step {checkpoint.step} ({checkpoint.folder}){again}", soft_wrap=True)
     given = _with(given, "train", data_offset=config.train.data_offset)
     prepared = Prepared(placed(config, folder), RunFacts.of(config), data)
     return Ready(folder, prepared, given, checkpoint.folder, checkpoint.step)
+
+
+def _again(first: int, last: int) -> str:
+    """The steps that a crash costs, in words."""
+    if first == last:
+        return f"step {first} is computed again"
+    return f"steps {first} to {last} are computed again ({last - first + 1} steps)"
 
 
 def _newest_checkpoint(folder: Path, config: RunConfig, console: Console) -> Checkpoint | None:
@@ -365,15 +375,17 @@ def with_epochs(config: RunConfig, sequences: int) -> RunConfig:
     return _with(config, "train", steps=steps)
 
 
-def tell_of(prepared: Prepared, folder: Path, devices: Sequence[str], first_step: int = 0) -> None:
+def tell_of(
+    prepared: Prepared, folder: Path, devices: Sequence[str], first_step: int = 0, command: str = "run"
+) -> None:
     """Write the run's next actions as events, which the session reports. ``devices``: one for each process of this
-    machine."""
+    machine. ``command``: 'run' or 'start'."""
     from muletrain.compute.probe import pick_device
     from muletrain.runs.summary import summary_of
 
     chosen = [str(pick_device(device)) for device in devices]  # 'auto' tells people nothing
     with EventLog(folder / "summary.jsonl", "summary") as log:
-        log.emit(summary_of(prepared.facts, prepared.data, chosen, first_step))
+        log.emit(summary_of(prepared.facts, prepared.data, chosen, first_step, command))
 
 
 def first_checkpoint(folder: Path, config: RunConfig, run_id: str) -> Path:

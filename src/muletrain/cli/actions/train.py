@@ -37,6 +37,7 @@ from muletrain.runs.own_peers import Listening, OwnPeers, check_name, host_name
 from muletrain.runs.session import Limits, Session, Silent
 from muletrain.runs.signals import ENDING
 from muletrain.runs.trackers import check_packages
+from muletrain.runs.worker_files import TICKET_FILE
 from muletrain.timeline import check_trace, write_trace
 
 if TYPE_CHECKING:
@@ -174,29 +175,48 @@ def start_run(
     check_name(name)
     with _monitored(metrics) as server, board or nullcontext(), opened(wanted, "start") as (folder, config):
         check_packages(config)
+        name = name or config.network.name
         peers = OwnPeers.on(name or host_name(), config.compute.device, config.compute.threads)
         _check_planned(peers.names, config.pipeline.machines, "pipeline.seats")
         _check_planned(peers.names, config.hub.servers, "hub.seats")
-        listening = listening._replace(
-            port=listening.port or config.network.port, announce=listening.announce or config.network.announce
+        chosen, listening = (
+            listening.port,
+            listening._replace(
+                port=listening.port or config.network.port, announce=listening.announce or config.network.announce
+            ),
         )
+        if wanted.resume is not None and not chosen and not listening.free(len(peers.names)):
+            text = f"port {listening.port} is taken: this machine listens on another one (--port chooses)"
+            make_console(sys.stderr).print(text, soft_wrap=True)
+            listening = listening._replace(port=0)
         with LocalFleet(folder, peers.threads) as fleet:
             fleet.spawn(peers.names)  # the processes import while we tokenise
             run = ready(folder, config, wanted)
             founder, *others = _founding(peers, listening, folder, run, joinable=True)
             workers = [founder.model_copy(update={"probe": probe}), *others]
+
+            def begun() -> None:
+                port = listening.port or (0 if listening.announce else _port_of(folder))
+                run.save(name=name, port=port, announce=listening.announce)
+
             session = Session(
                 "start",
                 folder,
                 fleet,
                 workers,
                 _console(json),
-                begun=run.save,
+                begun=begun,
                 config=run.prepared.config,
                 metrics=server,
             )
-            tell_of(run.prepared, folder, peers.devices, run.first_step)
+            tell_of(run.prepared, folder, peers.devices, run.first_step, "start")
             _serve(session, _greeting(server, board), board, verbose=verbose)
+
+
+def _port_of(folder: Path) -> int:
+    """The port in the first address of the ticket in ``folder``: of the founder, which wrote it."""
+    founder, *_ = Ticket.parse((folder / TICKET_FILE).read_text(encoding="utf-8")).addresses
+    return int(founder.split("/")[4])
 
 
 def _check_planned(names: list[str], planned: list[str], field: str) -> None:
