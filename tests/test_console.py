@@ -145,7 +145,9 @@ def test_a_resumed_run_counts_as_one_without_the_break() -> None:
     assert view.pace.seconds == pytest.approx(5.0 + 2.0), "steps 1 to 4 took from 99 to 104; the break does not count"
     assert view.pace.tokens_per_s() == pytest.approx(1000)
     view.fold(joined("a", 0))
-    assert "Peers since step 3 (cpu fp32)" in shown(final_report(view, None, [], {}))
+    text = shown(final_report(view, None, [], {}))
+    assert "Peers since step 3 (cpu fp32)" in text
+    assert "trouble  since step 3: none" in text
     over = RunView(earlier=earlier)
     over.fold(started())
     assert (over.step, over.pace.tokens, over.pace.seconds) == (0, 0, 0.0), "without a checkpoint it starts over"
@@ -196,7 +198,39 @@ def test_another_peer_under_the_name_of_one_that_is_gone_has_a_row_of_its_own() 
     rows = [line.split() for line in shown(final_report(view, None, [], {})).splitlines()]
     assert ["0", "b", "11"] in [row[:3] for row in rows]
     assert ["1", "b", f"({OTHER_ID[-8:]})", "2"] in [row[:4] for row in rows]
+    assert (view.peers[OTHER_ID].state, view.gone()) == ("removed", 1)
     assert (view.name_of(OTHER_ID), view.name_of(new_id)) == (f"b ({OTHER_ID[-8:]})", "b")
+
+
+def test_a_machine_that_comes_back_is_gone_no_more() -> None:
+    """Its new process has another id, or it joins again after a pause with the same one."""
+    view = fold([started(), joined("a", 0), joined("b", 1, OTHER_ID), applied("b", 1), done(1), late(), done(40)])
+    assert "b is gone: stage 1 has no peer" in shown(status(view))
+    view.fold(joined("b", 1, ID[:-1] + "v"))
+    for line in (shown(status(view)), plain_line(view)):
+        assert "gone" not in line
+    assert "trouble  1 peer lost" in shown(final_report(view, None, [], {}))
+    view.fold(late(ID[:-1] + "v"))
+    assert "b does not answer" in shown(status(view))
+    view.fold(joined("b", 1, ID[:-1] + "v"))
+    assert "does not answer" not in shown(status(view))
+
+
+LONG = "workstation-of-the-third-laboratory-4f2a"
+
+
+@pytest.mark.parametrize(
+    ("width", "name", "heads"), [(150, LONG, 10), (100, LONG, 6), (80, LONG, 5), (60, LONG[:20], 5)]
+)
+def test_long_names_cost_columns_before_they_are_cut(width: int, name: str, heads: int) -> None:
+    view = fold(
+        [started(stages=1), joined(LONG, 0), applied(LONG, 0, sent={OTHER_ID: {"activation": 3_000_000}}), done(1)]
+    )
+    head, row = shown(status(view), width).splitlines()[4:6]
+    assert len(head.split()) == heads
+    assert name in row
+    assert "training" in row
+    assert row.endswith("3 MB" if width == 150 else "200")
 
 
 def test_a_peer_that_the_run_calls_otherwise_than_its_log_has_one_row() -> None:

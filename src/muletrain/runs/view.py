@@ -23,7 +23,8 @@ GONE_S = 30.0
 ENTERS_S = 5.0
 """Seconds that a peer has to be admitted before a first, refused question is news."""
 BASE58 = re.compile(r"(?<!/)\b[1-9A-HJ-NP-Za-km-z]{6,64}\b")
-FINAL = frozenset({"expelled", "removed", "ended"})  # states without end: the last words of such a peer may come late
+SENT_AWAY = frozenset({"expelled", "removed"})
+FINAL = SENT_AWAY | {"ended"}  # states without end: the last words of such a peer may come late
 GONE = FINAL | {"left", "replaced", "gone"}  # states of peers of which nothing more is to be expected
 SMOOTHING = 0.9
 """Weight of the past in the shown loss: about the last ten steps."""
@@ -438,8 +439,8 @@ class RunView:
         return found
 
     def gone(self) -> int:
-        """Number of peers that are gone."""
-        return sum(map(self._has_gone, self.peers.values()))
+        """Number of peers that are gone, and did not come back."""
+        return sum(self._has_gone(peer) and peer.state != "replaced" for peer in self.peers.values())
 
     def _has_gone(self, peer: PeerView) -> bool:
         return peer.state in GONE
@@ -549,6 +550,7 @@ class RunView:
         if event.first_step:
             for one in self._earlier:
                 self._recall(one)
+            self.rollbacks = 0  # as all trouble, counted since the resume
         self.pace.begin(event.first_step)
         return True
 
@@ -583,15 +585,15 @@ class RunView:
         peer = self._by_id[event.peer_id] = self.peers.setdefault(teller, PeerView(event.name))
         for key in ("peer_id", "name", "stage", "device", "precision", "trainer"):
             setattr(peer, key, getattr(event, key))
-        peer.state, peer.parts = "ready", event.swapped
+        peer.state, peer.lost, peer.parts = "ready", False, event.swapped
         self.missing = []
 
     def _set_aside(self, peer: PeerView) -> None:
-        """Rename a peer after another one took over the name."""
+        """Rename a peer after another one took over the name, as a machine does that comes back."""
         self.peers[peer.peer_id] = peer
         peer.name = f"{peer.name} ({peer.peer_id[-8:]})"
         self._learn(peer.peer_id, peer.name)
-        peer.state = peer.state if peer.state in GONE else "replaced"
+        peer.state = peer.state if peer.state in SENT_AWAY else "replaced"
 
     def _gone(self, peer_id: str, state: str) -> None:
         if peer_id in self._by_id:

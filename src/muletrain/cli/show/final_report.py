@@ -74,11 +74,11 @@ def _lines(
     """Result, speed, trouble, files and next commands, a line each. No line is broken, so that paths and commands can be
     copied."""
     none = [] if "checkpoint" in paths else ["there is no checkpoint to go on from"]
-    trouble = _trouble(view)
+    trouble, since = _trouble(view), f"{_since(view).strip()}: " if _since(view) else ""
     told = (
         ("result", [_result(view, evaluation)], "bold"),
         ("speed", [_speed(view)], ""),
-        ("trouble", ["; ".join(trouble) or "none"], "yellow" if trouble else ""),
+        ("trouble", [f"{since}{'; '.join(trouble) or 'none'}"], "yellow" if trouble else ""),
         ("files", [_files(paths)] if paths else [], ""),
         ("next", commands or none, ""),
     )
@@ -200,7 +200,7 @@ def _work(view: RunView) -> RenderableType:
 
 
 def _since(view: RunView) -> str:
-    """The beginning of the tables' counts, if the run was resumed: the summary counts all steps."""
+    """The beginning of the counts of trouble, work and bytes, if the run was resumed; steps and speed count all."""
     first = view.started.first_step if view.started else 0
     return f" since step {first}" if first else ""
 
