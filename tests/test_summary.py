@@ -13,7 +13,7 @@ from rich.console import Console
 from muletrain.cli.actions.opening import Wanted, prepare, tell_of
 from muletrain.cli.actions.train import local_session
 from muletrain.cli.show.console import LiveConsole
-from muletrain.cli.show.summary import summary_table
+from muletrain.cli.show.summary import Example, summary_table
 from muletrain.compute.probe import pick_device
 from muletrain.config.load import load_config
 from muletrain.data.samples import SampleData
@@ -89,8 +89,10 @@ def test_conversations_are_told_with_what_counts_and_examples(tmp_path: Path) ->
     found = conversations(tmp_path, SMOLLM_3)
     said = told(found)
     assert "conversations, " in said
-    assert f"{found.documents['counted']:,} tokens count towards the loss; " in said
-    assert "% of the sequences are padding" in said
+    assert f"conversations, {found.documents['counted']:,} tokens count towards the loss" in said
+    assert "to train on" not in said, "padding is nothing to train on"
+    assert f"in sequences of {found.train:,} tokens together, " in said
+    assert "% of them padding" in said
     assert "today's date" not in said
     assert len(found.examples) == 3
     assert parse(found.to_json()) == found, "also from the command to Python"
@@ -105,6 +107,15 @@ def test_conversations_are_told_with_what_counts_and_examples(tmp_path: Path) ->
     learned = re.findall(r"\x1b\[32m(.+?)\x1b\[0m", terminal.getvalue())
     assert any(text.startswith("It is") for text in learned)
     assert not any("What is" in text for text in learned)
+    assert "[[" not in terminal.getvalue()
+    for plain in (Console(file=io.StringIO()), Console(file=io.StringIO(), force_terminal=True, no_color=True)):
+        plain.width = 200
+        with plain.capture() as captured:
+            plain.print(Example(found.examples[0]))
+        legend, _, text = captured.get().lstrip().partition("\n")
+        assert "between [[ and ]]" in legend
+        marked = re.findall(r"\[\[(.+?)\]\]", text, re.DOTALL)
+        assert [text.strip() for text in marked] == [text.strip() for text in found.examples[0][2::2]]
 
 
 def test_a_date_in_the_template_is_told(tmp_path: Path) -> None:

@@ -131,6 +131,16 @@ class Pace:
         seconds = sum(e.duration_s for e in self._recent) + self._overdue_s(now)
         return sum(e.tokens for e in self._recent) / seconds if seconds else math.nan
 
+    @property
+    def measured(self) -> int:
+        """Number of steps that ``tokens_per_s`` is about."""
+        return len(self._recent)
+
+    @property
+    def begin_s(self) -> float:
+        """Wall time at which the processes that train now began their first step; infinite before its end."""
+        return self._begin_s
+
     def seconds_left(self, steps: int, now: float | None = None) -> float:
         """Time to the end of a run of ``steps`` at the speed of the last ones; NaN until enough are known, and once a
         step is overdue."""
@@ -410,6 +420,8 @@ class RunView:
         self.pace, self.skips = Pace(), SkipsView()
         self.asides: list[str] = []
         """Sentences that follow from several events, to be shown once."""
+        self._called_s = math.nan
+        """Wall time at which the command was called that trains the run."""
         self._by_id: dict[str, PeerView] = {}
         self._names: dict[str, str] = {}
         """Names by id, and by the ends of ids that messages have; also of peers without events here."""
@@ -417,6 +429,11 @@ class RunView:
         """Peers that asked for something before they were admitted, which happens when all enter at once."""
         self._back = ""
         """Lineage of the last step back."""
+
+    @property
+    def prepared_s(self) -> float:
+        """Time from the command's beginning to its first step [s]; NaN: not known."""
+        return self.pace.begin_s - self._called_s if math.isfinite(self.pace.begin_s) else math.nan
 
     @property
     def step(self) -> int:
@@ -495,6 +512,8 @@ class RunView:
                 for peer_id, name in event.members.items():
                     self._learn(peer_id, name)
                 return self._start(event)
+            case ev.RunPrepared():
+                self._called_s = event.t - event.seconds
             case ev.PeerJoined():
                 self._join(event)
             case ev.Waiting():

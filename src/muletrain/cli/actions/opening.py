@@ -376,16 +376,25 @@ def with_epochs(config: RunConfig, sequences: int) -> RunConfig:
 
 
 def tell_of(
-    prepared: Prepared, folder: Path, devices: Sequence[str], first_step: int = 0, command: str = "run"
+    prepared: Prepared,
+    folder: Path,
+    devices: Sequence[str],
+    first_step: int = 0,
+    command: str = "run",
+    seconds: float = 0.0,
 ) -> None:
-    """Write the run's next actions as events, which the session reports. ``devices``: one for each process of this
-    machine. ``command``: 'run' or 'start'."""
-    from muletrain.compute.probe import pick_device
+    """Write the run's next actions as events, which the session reports. The arguments are those of ``summary_of``."""
     from muletrain.runs.summary import summary_of
 
-    chosen = [str(pick_device(device)) for device in devices]  # 'auto' tells people nothing
     with EventLog(folder / "summary.jsonl", "summary") as log:
-        log.emit(summary_of(prepared.facts, prepared.data, chosen, first_step, command))
+        log.emit(summary_of(prepared.facts, prepared.data, chosen(devices), first_step, command, seconds))
+
+
+def chosen(devices: Sequence[str]) -> list[str]:
+    """The devices that torch takes: 'auto' tells people nothing."""
+    from muletrain.compute.probe import pick_device
+
+    return [str(pick_device(device)) for device in devices]
 
 
 def first_checkpoint(folder: Path, config: RunConfig, run_id: str) -> Path:

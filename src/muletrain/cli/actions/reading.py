@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.cli.show.console import make_console
 from muletrain.cli.show.doing import doing
-from muletrain.cli.show.summary import dated, example
+from muletrain.cli.show.summary import Example, dated
 from muletrain.cli.show.tables import new_table
 from muletrain.config.load import load_config
 from muletrain.data import shown
@@ -71,4 +71,4 @@ def show_data(path: str, overrides: Sequence[str], examples: int, *, json: bool)
         )
         console.print(*(remarks or [apart]), soft_wrap=True, markup=False)
     for found in shown.examples(data, examples, SHOWN):
-        console.print(example(found))
+        console.print(Example(found))

@@ -7,6 +7,7 @@ import json as jsonlib
 import secrets
 import signal
 import sys
+import time
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,7 @@ def run_local(
         finally:
             if trace is not None:
                 write_trace(trace, EventTail(session.folder).poll())
+                session.say(f"timeline of every peer: {trace} (open it at https://ui.perfetto.dev)")
 
 
 def _monitored(where: str | None) -> AbstractContextManager[MetricsServer | None]:
@@ -110,6 +112,7 @@ def local_session(
 ) -> Iterator[Session]:
     """A session of a local fleet, ready to begin. ``chaos``: faults to inject (``policy/chaos.py``). ``metrics`` serves
     the session's."""
+    began_s = time.monotonic()
     with opened(wanted, "run") as (folder, config):
         config = config.local()
         check_many(config)
@@ -150,7 +153,7 @@ def local_session(
                 metrics=metrics,
             )
             session.chaos = Injector(plan, seed, fleet, folder, servers, clients) if plan else None
-            tell_of(run.prepared, folder, peers.devices, run.first_step)
+            tell_of(run.prepared, folder, peers.devices, run.first_step, "run", time.monotonic() - began_s)
             yield session
 
 
@@ -173,6 +176,7 @@ def start_run(
     """Found or continue a run, and serve with this machine's peers; print the report at the end, with its tables if
     ``verbose``. ``metrics``: see ``MetricsServer``. ``board``: shows the run. Raises MuletrainError before anything starts."""
     check_name(name)
+    began_s = time.monotonic()
     with _monitored(metrics) as server, board or nullcontext(), opened(wanted, "start") as (folder, config):
         check_packages(config)
         name = name or config.network.name
@@ -209,7 +213,7 @@ def start_run(
                 config=run.prepared.config,
                 metrics=server,
             )
-            tell_of(run.prepared, folder, peers.devices, run.first_step, "start")
+            tell_of(run.prepared, folder, peers.devices, run.first_step, "start", time.monotonic() - began_s)
             _serve(session, _greeting(server, board), board, verbose=verbose)
 
 

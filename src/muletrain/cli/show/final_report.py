@@ -106,7 +106,8 @@ def _speed(view: RunView) -> str:
     reason = f" ({view.finished.reason})" if view.finished and view.finished.reason else ""
     speed = f"{view.pace.tokens / view.pace.seconds:,.0f} tokens/s" if view.pace.seconds else "no step was completed"
     steps = f"{view.step} of {plural(view.steps, 'step')}"
-    return f"{steps}, {view.pace.tokens:,} tokens in {format_duration(view.pace.seconds)}: {speed}{reason}"
+    before = "" if math.isnan(view.prepared_s) else f"; prepared in {format_duration(view.prepared_s)}"
+    return f"{steps}, {view.pace.tokens:,} tokens in {format_duration(view.pace.seconds)}: {speed}{reason}{before}"
 
 
 def _trouble(view: RunView) -> list[str]:
@@ -188,9 +189,9 @@ def _work(view: RunView) -> RenderableType:
     kinds = {f"{peer.device} {peer.precision}" for peer in view.peers.values()}
     alike = len(kinds) == 1
     table = new_table(
-        f"Peers{_since(view)} ({escape(kinds.pop())})" if alike else f"Peers{_since(view)}",
+        f"Peers{_since(view)}{f' ({escape(kinds.pop())})' if alike else ''}: microbatches, speed, shares of time",
         ["stage", "peer", *([] if alike else ["device"])],
-        ["micro-\nbatches", "re-\ncomputed", "tokens/s", "compute", "aver-\naging", "update", "idle"],
+        ["done", "again", "tokens/s", "compute", "averaging", "update", "idle"],
     )
     for stage, peers in view.stages().items():
         for peer in peers:
@@ -233,7 +234,7 @@ def _swapped(view: RunView) -> RenderableType:
     table = new_table(
         "Swapped stages",
         ["stage", "peer"],
-        ["parts", "loads", "loaded", "micro-\nbatches\na pass", "waits for\nweights"],
+        ["parts", "loads", "loaded", "microbatches a pass", "waits for it"],
     )
     for stage, peers in view.stages().items():
         for p in (p for p in peers if p.rounds):

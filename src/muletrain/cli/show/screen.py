@@ -105,7 +105,7 @@ class Screen:
             yield Text("this machine's peers; 'muletrain status' shows all", style="dim")
         if view.missing:
             more = f" and {n} more" if (n := len(view.missing) - LISTED) > 0 else ""
-            yield Text(f"waiting: {', '.join(view.missing[:LISTED])}{more}", style="yellow")
+            yield Text(f"waiting: {'; '.join(view.missing[:LISTED])}{more}", style="yellow")
         for stage, lost in list(self._lost().items())[:2]:
             names = ", ".join(p.name for p in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
             plainly = "does not answer" if lost[0].state == "suspected" else "is gone"
@@ -287,4 +287,6 @@ def _loss(view: RunView) -> str:
 
 def _speed(view: RunView, now: float | None) -> str:
     tokens_per_s = view.pace.tokens_per_s(now)
-    return f"{'?' if math.isnan(tokens_per_s) else f'{tokens_per_s:,.0f}'} tokens/s"
+    if math.isnan(tokens_per_s):
+        return "? tokens/s"
+    return f"{tokens_per_s:,.0f} tokens/s over {plural(view.pace.measured, 'step')}"
