@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from muletrain.units import format_count, plural, printable
+from muletrain.cli.show.tables import new_table
+from muletrain.units import format_count, format_memory, plural, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rich.console import Console, ConsoleOptions
 
+    from muletrain.compute.estimate import Offer
     from muletrain.events import RunPrepared
+    from muletrain.runs.assemble import RunFacts
 
 LEARNED, READ = "green", "dim"
 MARKS = ("[[", "]]")
@@ -28,6 +31,17 @@ def summary_table(e: RunPrepared) -> Table:
     table.add_column(overflow="fold")
     for name, lines in (("data", _data(e)), ("steps", _steps(e)), ("model", _model(e)), ("where", _where(e))):
         table.add_row(name, Text(printable("\n".join(lines), lines=True)))
+    return table
+
+
+def stages_table(facts: RunFacts, offer: Offer) -> Table:
+    """The stages of a run, with what a peer needs for each, and whether one with ``offer`` can serve it."""
+    table = new_table(f"Stages (a peer here may use {offer})", ["stage", "blocks"], ["parameters", "memory"])
+    table.add_column("on this machine")
+    for stage, (need, (first, end)) in enumerate(zip(facts.needs(), facts.cut, strict=True)):
+        fits = "fits" if need.resident(offer) else "fits, swapped" if need.fits(offer) else "too large"
+        size, params = format_memory(need.of_device(offer)), format_count(facts.spec.stage_params(facts.cut, stage))
+        table.add_row(str(stage), f"{first + 1} to {end}", params, size, fits)
     return table
 
 
