@@ -251,7 +251,7 @@ def test_stop_and_remove_are_for_the_owner_after_a_question(scene: Scene, monkey
     page = scene.open()
     page.wait_for_selector(".card")
     assert page.locator("#stop").is_hidden()
-    scene.run.owned = lambda: True
+    scene.run.owned = scene.run.stops = lambda: True
     scene.run.version += 1
     page.click("#stop")
     page.click("dialog >> text=Cancel")

@@ -36,8 +36,14 @@ def page_of(folder: Path, name: str = "", *, whole: bool = True) -> RunPage:
         return (folder / OWNER_FILE).exists() and (folder / TICKET_FILE).exists()
 
     ticket = (folder / TICKET_FILE).exists() or not whole
+
+    def stops() -> bool:  # a run of one peer that nobody can join has a key, but no ticket
+        return (folder / OWNER_FILE).exists()
+
     about = config_in(folder)
-    return RunPage(name or folder.name, short(folder), whole=whole, config=about, ticket=ticket, owned=owned)
+    return RunPage(
+        name or folder.name, short(folder), whole=whole, config=about, ticket=ticket, owned=owned, stops=stops
+    )
 
 
 def short(folder: Path) -> str:

@@ -29,7 +29,15 @@ from muletrain.runs.asked import BY_SIGNAL, Asked
 from muletrain.runs.folder import DiskWatch
 from muletrain.runs.metrics import Metrics
 from muletrain.runs.view import RunView
-from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, EXIT_SKIPPED, LEFT, OWNER_FILE, PROBE_FILE, TICKET_FILE
+from muletrain.runs.worker_files import (
+    EXIT_NO_CHECKPOINT,
+    EXIT_SKIPPED,
+    LEFT,
+    OWNER_FILE,
+    PROBE_FILE,
+    STOP_FILE,
+    TICKET_FILE,
+)
 from muletrain.units import plural
 
 if TYPE_CHECKING:
@@ -235,6 +243,9 @@ class Session:
         if self.interrupted:
             by = signal.Signals(self.asked.number)
             return "\n" if by == signal.SIGINT else f"\n{by.name}: "
+        if self.role != "join" and (self.folder / STOP_FILE).exists():
+            (self.folder / STOP_FILE).unlink(missing_ok=True)
+            return "asked on the page: "
         if (exceeded := self._limits.exceeded()) is None:
             return None
         self._paused = self._limits.paused
@@ -528,7 +539,7 @@ class Session:
                 sink.close()
             except Exception as e:
                 self._warn(f"{type(sink).__name__} did not end in order: {e!r}", "logging")
-        for secret in (TICKET_FILE, OWNER_FILE):
+        for secret in (TICKET_FILE, OWNER_FILE, STOP_FILE):
             with suppress(OSError):
                 (self.folder / secret).unlink()
 

@@ -26,7 +26,7 @@ from muletrain.events import EventLog
 from muletrain.model.hf_hub import is_hub_name
 from muletrain.runs.asked import cleaned_up
 from muletrain.runs.folder import ROOT, held, new_run_folder, run_folder
-from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
+from muletrain.runs.worker_files import OWNER_FILE, STOP_FILE, TICKET_FILE
 from muletrain.script import look_in
 from muletrain.units import plural
 
@@ -80,7 +80,7 @@ def opened(wanted: Wanted, name: Literal["run", "start"]) -> Iterator[tuple[Path
     try:
         say = functools.partial(console.print, soft_wrap=True, markup=False)
         with held(folder, say=say), located(origins), cleaned_up():
-            for secret in (TICKET_FILE, OWNER_FILE):
+            for secret in (TICKET_FILE, OWNER_FILE, STOP_FILE):
                 (folder / secret).unlink(missing_ok=True)  # left by a process that was killed
             if resume is None:
                 save_config(folder, config)
