@@ -324,7 +324,11 @@ class Session:
         return self._command(f"after step {int(self.checkpoint.name[5:13])}, with your own data.path")
 
     def _command(self, whence: str) -> str:
-        return f"{resuming(self.folder, 'run' if self.role == 'run' else 'start')}   # go on {whence}"
+        return f"{self._resuming}   # go on {whence}"
+
+    @property
+    def _resuming(self) -> str:
+        return resuming(self.folder, "run" if self.role == "run" else "start")
 
     def stop(self, reason: str = "") -> None:
         """Ask the processes to end in order; a machine that joined only leaves. ``reason``: begins the sentence for
@@ -517,7 +521,7 @@ class Session:
             )
             raise CheckpointError(
                 f"the final checkpoint could not be written, and {newest}; free some space, then continue with "
-                f"'{resuming(self.folder, self.role)}'"
+                f"'{self._resuming}'"
             )
 
     def exit_code(self) -> int:
