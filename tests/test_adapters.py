@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,11 +14,13 @@ import pytest
 import torch
 from bitsandbytes import functional as bnb
 from peft import LoraConfig, PeftModel, get_peft_model
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
+from muletrain.cli.show.summary import summary_table
 from muletrain.config.load import load_config
 from muletrain.data.chat import resolved
 from muletrain.data.tokens import TokenCache
@@ -33,6 +36,7 @@ from muletrain.runs.base import weights_of
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.folder import latest_checkpoint
 from muletrain.runs.pretrained import Pretrained
+from muletrain.runs.summary import summary_of
 
 from .chats import SMOLLM_3, chat_tokenizer, chats, write_rows
 from .fleet_run import checkpoint_weights, run_fleet
@@ -438,3 +442,13 @@ def test_other_adapters_are_refused(tmp_path: Path, change: dict[str, Any], why:
         first_of(facts)
     with pytest.raises(ConfigError, match=r"adapter.rank: 8 beside adapter.from, which has 4"):
         facts_of(tmp_path, "qwen2", "adapter.rank=8", f"adapter.from={folder}")
+
+
+def test_before_a_run_people_see_rank_and_adapted_layers(tmp_path: Path) -> None:
+    facts, cache = facts_of(tmp_path, "qwen2", 'adapter.targets=["q_proj", "v_proj", "down_proj"]')
+    found = summary_of(facts, cache, ["cpu"])
+    layers = facts.spec.layers
+    assert found.adapter == f"rank 4 in {layers} x down_proj, q_proj, v_proj"
+    console = Console(file=io.StringIO(), width=80)
+    console.print(summary_table(found))
+    assert f"adapter (LoRA): {found.adapter}" in console.file.getvalue()  # type: ignore[attr-defined]

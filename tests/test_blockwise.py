@@ -109,8 +109,8 @@ def test_a_machine_goes_by_block_where_the_whole_graph_does_not_fit() -> None:
 def test_a_peer_that_computes_blocks_again_says_so() -> None:
     joined = PeerJoined("id", "peer-0", 0, "cpu", "fp32", True, 1_000, 1, by_block=True)
     assert (
-        joined.sentence()
-        == "peer-0 serves stage 0 (cpu, fp32, 1k parameters, computes blocks again to save memory, trainer)"
+        joined.sentence() == "peer-0 serves stage 0 (cpu, fp32, 1k parameters, computes blocks again to save memory)"
+        "; as a trainer, it also builds microbatches from the data"
     )
 
 

@@ -95,7 +95,8 @@ def test_run_ends_with_a_report_and_leaves_nothing_running(trained: tuple[Path, 
 
 
 def test_a_trace_shows_the_slots_of_each_peer(trained: tuple[Path, str]) -> None:
-    folder, _ = trained
+    folder, out = trained
+    assert "timeline of every peer: out.json" in out
     rows = json.loads((folder / "out.json").read_text())["traceEvents"]
     peers = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
     worked = {(peers[row["pid"]], row["cat"]) for row in rows if row["ph"] == "X" and row["dur"] > 0}

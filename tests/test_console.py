@@ -15,7 +15,16 @@ from rich.console import Console
 
 from muletrain import cli as cli_package
 from muletrain import events as ev
-from muletrain.cli.show.console import JsonConsole, LiveConsole, Quality, RunView, final_report, plain_line, status
+from muletrain.cli.show.console import (
+    JsonConsole,
+    LiveConsole,
+    Quality,
+    RunView,
+    final_report,
+    make_console,
+    plain_line,
+    status,
+)
 from muletrain.runs.tensorboard import TensorBoardSink
 
 if TYPE_CHECKING:
@@ -28,6 +37,13 @@ OTHER_ID = ID[:-1] + "u"
 def started(**kw: Any) -> ev.RunStarted:
     defaults = {"run_id": "r1", "config_digest": "d", "versions": {}, "steps": 10, "stages": 2, "peers": 2}
     return ev.RunStarted(**{**defaults, "microbatches": 4, "tokens_per_step": 2000, **kw})
+
+
+def prepared(**kw: Any) -> ev.RunPrepared:
+    texts = dict.fromkeys(("data", "unit", "model", "start", "optimizer", "schedule", "precision", "strategy"), "")
+    counts = "train heldout steps first_step taken epochs params trained_params batch microbatch context lr warmup"
+    numbers = dict.fromkeys((*counts.split(), "final_lr", "stages", "peers"), 0)
+    return ev.RunPrepared(**{**texts, **numbers, "documents": {}, "changes": [], "devices": [], **kw})
 
 
 def joined(name: str, stage: int, peer_id: str = ID) -> ev.PeerJoined:
@@ -145,7 +161,9 @@ def test_a_resumed_run_counts_as_one_without_the_break() -> None:
     assert view.pace.seconds == pytest.approx(5.0 + 2.0), "steps 1 to 4 took from 99 to 104; the break does not count"
     assert view.pace.tokens_per_s() == pytest.approx(1000)
     view.fold(joined("a", 0))
-    assert "Peers since step 3 (cpu fp32)" in shown(final_report(view, None, [], {}))
+    text = shown(final_report(view, None, [], {}))
+    assert "Peers since step 3 (cpu fp32)" in text
+    assert "trouble  since step 3: none" in text
     over = RunView(earlier=earlier)
     over.fold(started())
     assert (over.step, over.pace.tokens, over.pace.seconds) == (0, 0, 0.0), "without a checkpoint it starts over"
@@ -196,7 +214,39 @@ def test_another_peer_under_the_name_of_one_that_is_gone_has_a_row_of_its_own() 
     rows = [line.split() for line in shown(final_report(view, None, [], {})).splitlines()]
     assert ["0", "b", "11"] in [row[:3] for row in rows]
     assert ["1", "b", f"({OTHER_ID[-8:]})", "2"] in [row[:4] for row in rows]
+    assert (view.peers[OTHER_ID].state, view.gone()) == ("removed", 1)
     assert (view.name_of(OTHER_ID), view.name_of(new_id)) == (f"b ({OTHER_ID[-8:]})", "b")
+
+
+def test_a_machine_that_comes_back_is_gone_no_more() -> None:
+    """Its new process has another id, or it joins again after a pause with the same one."""
+    view = fold([started(), joined("a", 0), joined("b", 1, OTHER_ID), applied("b", 1), done(1), late(), done(40)])
+    assert "b is gone: stage 1 has no peer" in shown(status(view))
+    view.fold(joined("b", 1, ID[:-1] + "v"))
+    for line in (shown(status(view)), plain_line(view)):
+        assert "gone" not in line
+    assert "trouble  1 peer lost" in shown(final_report(view, None, [], {}))
+    view.fold(late(ID[:-1] + "v"))
+    assert "b does not answer" in shown(status(view))
+    view.fold(joined("b", 1, ID[:-1] + "v"))
+    assert "does not answer" not in shown(status(view))
+
+
+LONG = "workstation-of-the-third-laboratory-4f2a"
+
+
+@pytest.mark.parametrize(
+    ("width", "name", "heads"), [(150, LONG, 10), (100, LONG, 6), (80, LONG, 5), (60, LONG[:20], 5)]
+)
+def test_long_names_cost_columns_before_they_are_cut(width: int, name: str, heads: int) -> None:
+    view = fold(
+        [started(stages=1), joined(LONG, 0), applied(LONG, 0, sent={OTHER_ID: {"activation": 3_000_000}}), done(1)]
+    )
+    head, row = shown(status(view), width).splitlines()[4:6]
+    assert len(head.split()) == heads
+    assert name in row
+    assert "training" in row
+    assert row.endswith("3 MB" if width == 150 else "200")
 
 
 def test_a_peer_that_the_run_calls_otherwise_than_its_log_has_one_row() -> None:
@@ -305,11 +355,11 @@ def test_plain_lines() -> None:
     assert lines == [
         "run r1: 10 steps, 5.87M parameters in 2 stages, 2 peers",
         "waiting: a peer for stage 1",
-        "a serves stage 0 (cpu, fp32, 1.5M parameters, trainer)",
+        "a serves stage 0 (cpu, fp32, 1.5M parameters); as a trainer, it also builds microbatches from the data",
         "b serves stage 1 (cpu, fp32, 1.5M parameters)",
-        "step 1/10  loss 5.000  1,000 tokens/s  stage 0: a; stage 1: b",
-        "step 3/10  loss 5.000  1,000 tokens/s  stage 0: a; stage 1: b",
-        "step 4/10  loss 5.000  1,000 tokens/s  12.0 s left  stage 0: a; stage 1: b",
+        "step 1/10  loss 5.000  1,000 tokens/s over 1 step  stage 0: a; stage 1: b",
+        "step 3/10  loss 5.000  1,000 tokens/s over 3 steps  stage 0: a; stage 1: b",
+        "step 4/10  loss 5.000  1,000 tokens/s over 4 steps  12.0 s left  stage 0: a; stage 1: b",
     ]
 
 
@@ -332,7 +382,10 @@ def test_the_same_warning_is_printed_once_and_brackets_are_kept() -> None:
         (ev.Note("info", "hello"), ("hello",)),
         (ev.MicrobatchesRerun(3, 1, 1), ("step 3: stage 1 ", "1 microbatch ")),
         (ev.MicrobatchesRerun(3, 1, 2), ("step 3: stage 1 ", "2 microbatches again")),
-        (ev.MicrobatchesRerun(3, 1, 2, "peer-0"), ("again to check the gradient of peer-0",)),
+        (
+            ev.MicrobatchesRerun(3, 1, 2, "peer-0"),
+            ("gradient of peer-0 is much", "another peer of stage 1 computes its 2 microbatches again"),
+        ),
     ],
 )
 def test_sentences(event: ev.Event, facts: tuple[str, ...]) -> None:
@@ -345,7 +398,7 @@ def test_a_machine_that_hears_only_its_own_peers_says_so() -> None:
     view = RunView(whole=False)
     for event in (started(), joined("a", 1), done(1)):
         view.fold(event)
-    assert plain_line(view).endswith("tokens/s  this machine: stage 1: a (ready)")
+    assert plain_line(view).endswith("tokens/s over 1 step  this machine: stage 1: a (ready)")
     assert "this machine's peers; 'muletrain status' shows all" in shown(status(view))
 
 
@@ -449,6 +502,7 @@ def test_the_final_report(tmp_path: Path) -> None:
     sent_b = {"a": {"gradient": 3_000_000}}
     view = fold(
         [
+            prepared(t=94.0, seconds=2.0),
             started(steps=1),
             joined("a", 0),
             joined("b", 1, OTHER_ID),
@@ -471,7 +525,7 @@ def test_the_final_report(tmp_path: Path) -> None:
     rows = [line.split() for line in text.splitlines()]
     assert text.splitlines()[1:6] == [
         "result   held-out loss 3.000 (unigram 2.900, bigram 4.500), perplexity 20.1",
-        "speed    1 of 1 step, 2,000 tokens in 2.0 s: 1,000 tokens/s (all steps done)",
+        "speed    1 of 1 step, 2,000 tokens in 2.0 s: 1,000 tokens/s (all steps done); prepared in 7.0 s",
         "trouble  1 microbatch rerouted",
         f"files    {tmp_path}: checkpoints/step-00000001",
         "next     muletrain generate",
@@ -495,7 +549,8 @@ def test_the_report_fits_a_narrow_terminal() -> None:
     view = fold([started(), *events, *(applied(f"machine-{n}", n % 2) for n in range(4)), done(1)])
     text = shown(final_report(view, None, ["word " * 30], {}), width=80)
     assert "\N{HORIZONTAL ELLIPSIS}" not in text, "no heading is cut"
-    assert "Peers (cpu fp32)" in text
+    assert "stage  peer       done  again  tokens/s  compute  averaging  update  idle" in text, "nor broken"
+    assert "Peers (cpu fp32): microbatches, speed, shares of time" in text
     view.fold(dataclasses.replace(joined("gpu-box", 1), device="cuda:0"))
     rows = [line.split() for line in shown(final_report(view, None, [], {})).splitlines()]
     assert ["1", "gpu-box", "cuda:0", "fp32", "0", "0", *["-"] * 5] in rows
@@ -537,6 +592,15 @@ def test_tensorboard_files_hold_every_step_once(tmp_path: Path) -> None:
         *("train/loss", "train/lr", "train/grad_norm"),
         *("speed/tokens_per_s", "validation/loss", "validation/perplexity"),
     }
+
+
+def test_lines_in_pipes_have_no_blanks_at_the_end() -> None:
+    view = fold([started(), joined("a", 0), joined("a-longer-name", 1, OTHER_ID), applied("a", 0), done(1)])
+    file = io.StringIO()
+    make_console(file).print(final_report(view, None, [], {"run folder": "runs/1"}))
+    lines = file.getvalue().splitlines()
+    assert any(line.startswith("0      a ") for line in lines), "columns stay aligned"
+    assert [line for line in lines if line != line.rstrip()] == []
 
 
 def test_what_others_say_moves_no_cursor() -> None:

@@ -35,6 +35,7 @@ from muletrain.errors import MuletrainError
 from muletrain.events import EventTail
 from muletrain.events.event import parse, parse_own
 from muletrain.runs.view import RunView
+from muletrain.runs.worker_files import OWNER_FILE, STOP_FILE
 from tests.played_events import BEGIN_S, played, written
 
 if TYPE_CHECKING:
@@ -347,11 +348,16 @@ def test_commands_need_token_header_and_origin(board: Dashboard) -> None:
     assert (status, json.loads(text)["ok"]) == (200, False), "this run has no owner's key here"
 
 
-def test_only_stop_and_kick_of_an_id_are_passed_on(tmp_path: Path) -> None:
+def test_only_stop_and_kick_of_an_id_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "runs" / "x"
     folder.mkdir(parents=True)
     for action, peer in (("start", ""), ("kick", ""), ("kick", "--help"), ("kick", "a b; rm"), ("stop", "")):
         assert not asyncio.run(steer(folder, action, peer)).ok
+    (folder / OWNER_FILE).touch()
+    monkeypatch.setattr("muletrain.dashboard.steering.TAKEN_S", 0.2)
+    done = asyncio.run(steer(folder, "stop", ""))
+    assert (done.ok, "does not answer" in done.text) == (False, True), "no command runs there"
+    assert not (folder / STOP_FILE).exists(), "nor does a later one end at once"
 
 
 def test_tokens_are_compared_as_a_whole() -> None:

@@ -80,14 +80,18 @@ def test_the_page_of_a_folder_ends_in_order(tmp_path: Path) -> None:
     assert command.end(signal.SIGINT) == 0
 
 
-def test_a_run_is_shown_and_its_owner_stops_it_from_the_page(tmp_path: Path) -> None:
-    command = Reader("run", *SMALL, *TWO, "--set", "train.steps=100000", "--dashboard", "0", cwd=tmp_path)
+@pytest.mark.parametrize("peers", [2, 1])
+def test_a_run_is_shown_and_its_owner_stops_it_from_the_page(tmp_path: Path, peers: int) -> None:
+    """Also a run of one peer, which works in the command itself, and which nobody can join."""
+    cut = ["--set", "fleet.stages=1", "--set", f"fleet.peers={peers}"]
+    command = Reader("run", *SMALL, *cut, "--set", "train.steps=100000", "--dashboard", "0", cwd=tmp_path)
     try:
         url = command.until(ADDRESS)
         found = until(url, 5)
         assert found["health"]["word"] in ("training", "slow")
-        assert found["run"]["owned"] is True
-        assert {p["name"]: p["state"] for p in found["peers"].values()} == {"peer-0": "training", "peer-1": "training"}
+        assert (found["run"]["stops"], found["run"]["owned"]) == (True, peers > 1)
+        states = {p["name"]: p["state"] for p in found["peers"].values()}
+        assert states == {f"peer-{n}": "training" for n in range(peers)}
         assert all(p["memory"] > 0 for p in found["peers"].values())
         (folder,) = (tmp_path / "runs").iterdir()
         done = {e.step: e for e in EventTail(folder).poll() if e.kind == "step_done"}  # type: ignore[attr-defined]

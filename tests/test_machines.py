@@ -120,7 +120,7 @@ def test_who_leaves_before_the_start_is_not_counted_on_and_any_member_lets_other
     wait_for(lambda: any('"kind": "waiting"' in p.read_text() for p in tmp_path.glob("b/runs/*/*.jsonl")))
     third = machines("c", "join", passed_on)
     said = [json.loads(line) for line in output(founder).splitlines() if line.startswith("{")]
-    assert re.search(r"waiting: .*1 more of 3 peers", told := output(second)), "who waits is told for what"
+    assert re.search(r"waiting: .*2 of 3 peers ready", told := output(second)), "who waits is told for what"
     assert "serves stage" in told
     assert "serves stage" in output(third)
     by_kind = {kind: [e for e in said if e["kind"] == kind] for kind in {e["kind"] for e in said}}

@@ -53,7 +53,8 @@ def test_where_machines_may_leave_no_planned_pipeline_is_recommended_of_equal_on
     assert recommend([planned, swarm])[0] == 0
     assert recommend([planned, swarm], all_stay=False) == (
         1,
-        "the fastest strategy that runs today; as fast: pipeline, 1F1B; some machines may leave, which costs a planned pipeline most",
+        "the fastest strategy that runs today; as fast: pipeline, 1F1B; "
+        "some machines may leave (reliable = false), which costs a planned pipeline most",
     )
     assert recommend([planned, swarm.model_copy(update={"tokens_per_s": 9.0})], all_stay=False)[0] == 0
 
@@ -312,6 +313,32 @@ def test_people_see_a_table_and_a_picture(tmp_path: Path) -> None:
         "price of 10^9 tokens",
     ):
         assert said in words
+
+
+@pytest.mark.parametrize("churn", ["", "[churn]\nleave_per_hour = 0.5\n"])
+def test_nothing_is_said_about_machines_that_leave_unless_the_file_has_churn(tmp_path: Path, churn: str) -> None:
+    out = planned(tmp_path, text=FLEET + churn)
+    for words in ("while machines leave", "while machines come and go", "the file's churn"):
+        assert (words in " ".join(out.split())) == bool(churn), words
+
+
+def test_a_machine_has_one_name_in_all_tables(tmp_path: Path) -> None:
+    lines = planned(tmp_path, text=ALONE).splitlines()
+    assert lines[0] == "fleet: a (CPU in here)"
+    assert any(line.startswith(" a") for line in lines), "its memory"
+    assert any(line.split()[0] == "0" and line.endswith("  a") for line in lines if line), "its place"
+
+
+def test_delayed_updates_leave_swap_in_the_plan_which_does_without(tmp_path: Path) -> None:
+    """A model that does not fit as a whole: a swapped one has no second copy of its weights."""
+    text = '[[machines]]\nname = "a"\ndevice = "RTX 3090"\nmemory_gib = 0.03\nhost_gib = 8\n'
+    found = Plan.model_validate_json(planned(tmp_path, "--json", "--set", "optimizer.delayed=true", text=text))
+    swap = next(p for p in found.strategies if p.strategy == "swap")
+    assert swap.problem == ""
+    assert swap.swapped
+    assert "with optimizer.delayed=false, which this strategy needs" in swap.notes
+    at_once = Plan.model_validate_json(planned(tmp_path, "--json", text=text))
+    assert swap.tokens_per_s == next(p.tokens_per_s for p in at_once.strategies if p.strategy == "swap")
 
 
 def test_without_a_file_the_example_is_planned() -> None:

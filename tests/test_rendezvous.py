@@ -60,7 +60,7 @@ def test_the_founder_does_not_begin_with_a_guest_that_left() -> None:
         await nets["leaver"].close()
         await asyncio.sleep(4 * READY_EVERY_S)
         assert not gathering.done()
-        assert own.missing() == ["1 more of 4 peers"], "its seat is free again"
+        assert own.missing() == ["3 of 4 peers ready"], "its seat is free again"
         waiting.append(await come("three"))
         genesis = await asyncio.wait_for(gathering, READY_EVERY_S)
         assert {m.id for m in genesis.members} == {"founder", "one", "two", "three"}
@@ -148,7 +148,7 @@ def test_a_waiting_run_says_what_a_stage_needs_and_the_largest_offer_that_came()
     assert own.missing() == [
         "stage 0 has no peer (needs 4 GiB)",
         "stage 1 has no peer (needs 10 GiB)",
-        "a peer with the data (trainer)",
+        "no peer has the data (join --data PATH)",
     ]
     own.seat("founder", introduction("founder", 5 * GIB))
     own.ready("founder", Ready(trainer=True, place=""))
@@ -158,7 +158,7 @@ def test_a_waiting_run_says_what_a_stage_needs_and_the_largest_offer_that_came()
     assert own.seat("middle", introduction("middle", 8 * GIB)) == 0
     assert own.missing() == [
         "stage 1 has no peer (needs 10 GiB; the largest offer so far is 8 GiB)",
-        "middle preparing",
+        "1 of 2 peers ready, middle preparing",
     ]
     gpu = introduction("gpu", 8 * GIB, device="cuda", host=4 * GIB)
     with pytest.raises(CapacityError, match="needs 5 GiB on a GPU and 5 GiB beside it"):

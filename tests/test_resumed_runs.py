@@ -3,7 +3,9 @@ resume leaves the folder as it was."""
 
 from __future__ import annotations
 
+import re
 import shutil
+import socket
 from contextlib import closing
 from pathlib import Path
 
@@ -11,13 +13,15 @@ import pytest
 import torch
 
 from muletrain.cli.actions.opening import Wanted, opened, ready
-from muletrain.cli.actions.train import local_session, run_local
+from muletrain.cli.actions.train import local_session, run_local, start_run
+from muletrain.cli.actions.visit import show_status
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
-from muletrain.events import StepDone, events_in
+from muletrain.events import EventLog, StepDone, SteppedBack, events_in
 from muletrain.runs.assemble import RunFacts
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.folder import ROOT, run_folder
+from muletrain.runs.own_peers import Listening
 from muletrain.runs.parts import fitting
 
 SMALL = [
@@ -166,3 +170,43 @@ def test_resume_takes_the_newest_folder_in_which_a_step_was_done(
     assert found.checkpoint is not None
     said = capsys.readouterr().err
     assert "20991231-start: no step was done there; passed over" in said.replace("\n", "")
+
+
+def test_a_resume_says_how_many_steps_a_crash_cost(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with EventLog(run / "peer-0.jsonl", "peer-0") as log:
+        for step in (7, 8):
+            log.emit(StepDone(step, 5.0, 1.0, 0.003, 2000, 1.0, "lost"))
+    with opened(Wanted(None, ["train.steps=9"], run), "run") as (folder, config):
+        ready(folder, config, Wanted(resume=run))
+    assert "steps 7 to 8 are computed again (2 steps)" in capsys.readouterr().err.replace("\n", "")
+
+
+def test_start_keeps_name_and_port_for_the_resume_and_status_names_the_command(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(trained.parent.parent / "text.txt", tmp_path)
+    listening = Listening("127.0.0.1", 0, ())
+
+    def start(steps: int, resume: Path | None = None) -> tuple[Path, str]:
+        short = [*SMALL, f"train.steps={steps}"] if resume is None else [f"train.steps={steps}"]
+        start_run(Wanted(None, short, resume), listening=listening, json=True, name=None if resume else "first")
+        return run_folder(ROOT), capsys.readouterr().err
+
+    folder, _ = start(1)
+    first = load_config(folder / "config.toml").network
+    assert (first.name, first.port > 0) == ("first", True)
+    _, said = start(2, folder)
+    assert load_config(folder / "config.toml").network == first
+    assert "is taken" not in said
+    with socket.create_server(("127.0.0.1", first.port)):
+        _, said = start(3, folder)
+    assert f"port {first.port} is taken" in said
+    assert {path.name for path in folder.glob("*.log")} == {"first.log"}
+    with pytest.raises(MuletrainError, match="no running run") as over:
+        show_status(None, json=False)
+    assert "--resume" not in str(over.value), "all its steps are done"
+    with EventLog(folder / "first.jsonl", "first") as log:
+        log.emit(SteppedBack(step=3, to=2, lost=[0], moves=[], lineage="x"))
+    with pytest.raises(MuletrainError, match=re.escape(f"at step 2 of 3; go on: muletrain start --resume {folder}")):
+        show_status(None, json=False)

@@ -125,7 +125,7 @@ def test_a_run_begins_without_a_process_that_failed_if_the_others_serve_every_st
     played: Callable[..., Played],
 ) -> None:
     """The founder waits for it no more. Once the run has begun, the protocol does without who dies."""
-    news = {20.0: waiting("1 more of 2 peers"), 60.0: STARTED}
+    news = {20.0: waiting("1 of 2 peers ready"), 60.0: STARTED}
     fleet = played({"a": (90.0, 0), "b": (90.0, 0), "c": (1.0, 1), "d": (70.0, 1)}, news, first="a", stages=2)
     assert {(name, line) for s, name, line in fleet.told if s < 60} == {("a", "expect 3")}
     assert fleet.killed_s == math.inf
@@ -164,7 +164,7 @@ def test_those_left_may_move_to_the_stage_without_a_peer_and_if_they_do_not_the_
     news = {2.0: waiting(lacks, prepares), 900.0: waiting(lacks)}
     fleet = played({"a": FOR_EVER, "b": FOR_EVER, "c": (1.0, 1)}, news, first="a", stages=2)
     assert 900.0 <= fleet.killed_s <= 900.0 + LOOKS_S
-    news = {2.0: waiting(lacks), 10.0: waiting("1 more of 2 peers"), 300.0: STARTED}
+    news = {2.0: waiting(lacks), 10.0: waiting("1 of 2 peers ready"), 300.0: STARTED}
     fleet = played({"a": (400.0, 0), "b": (400.0, 0), "c": (1.0, 1)}, news, first="a", stages=2)
     assert fleet.killed_s == math.inf, "one has moved there"
 

@@ -71,12 +71,12 @@ def test_status_shows_progress_and_which_stage_nobody_serves() -> None:
     ]
     console = Console(file=io.StringIO(), width=80)
     console.print(status_of([p for p in peers if p is not None], ()))
-    console.print(status_of([], ["stage 1 has no peer", "2 more of 4 peers"]))
+    console.print(status_of([], ["stage 1 has no peer", "2 of 4 peers ready"]))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "step 4 of 10  loss 4.250  10,000 tokens/s" in text
-    assert ["1", "b", "serving", "3", "0", "s", "ago"] in [line.split() for line in text.splitlines()]
+    assert ["1", "b", "training", "3", "0", "s", "ago"] in [line.split() for line in text.splitlines()]
     assert "no recent announcement" in text
-    assert "stage 1 has no peer, 2 more of 4 peers" in " ".join(text.split())
+    assert "stage 1 has no peer; 2 of 4 peers ready" in " ".join(text.split())
 
 
 def test_status_shows_how_old_its_news_is_and_believes_the_fresh() -> None:
@@ -91,7 +91,7 @@ def test_status_shows_how_old_its_news_is_and_believes_the_fresh() -> None:
     assert "step 4 of 10  loss 4.500" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["0", "a", "suspected", "9", "25", "s", "ago", "d-of-old"] in rows, "two of one name: ids tell them apart"
-    assert ["0", "a", "serving", "4", "0", "s", "ago", "d-of-new"] in rows
+    assert ["0", "a", "training", "4", "0", "s", "ago", "d-of-new"] in rows
 
 
 def test_status_marks_who_does_not_answer() -> None:
@@ -102,10 +102,10 @@ def test_status_marks_who_does_not_answer() -> None:
     console.print(status_of([p for p in peers if p is not None], ()))
     rows = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert [row[:3] for row in rows[2:]] == [
-        ["0", "a", "serving"],
+        ["0", "a", "training"],
         ["1", "b", "suspected"],
         ["1", "c", "gone"],
-        ["2", "d", "serving"],
+        ["2", "d", "training"],
     ]
 
 
@@ -263,9 +263,9 @@ def test_many_peers_are_a_line_for_each_stage_unless_all_are_asked_for() -> None
     whole = console.file.getvalue()[len(short) :]  # type: ignore[attr-defined]
     rows = [" ".join(line.split()) for line in short.splitlines()]
     assert rows[2:] == [
-        "0 20 20 serving 4",
-        "1 20 19 serving, 1 suspected, 1 gone 4",
+        "0 20 20 training 4",
+        "1 20 19 training, 1 suspected, 1 gone 4",
         "2 0 no recent announcement -",
         "--verbose lists each peer",
     ]
-    assert sum("serving" in line for line in whole.splitlines()) == 39
+    assert sum("training" in line for line in whole.splitlines()) == 39

@@ -11,12 +11,13 @@ import pytest
 from rich.console import Console
 
 from muletrain.cli.actions.opening import Wanted, prepare, tell_of
-from muletrain.cli.actions.train import local_session
+from muletrain.cli.actions.train import dry_run, local_session
 from muletrain.cli.show.console import LiveConsole
-from muletrain.cli.show.summary import summary_table
+from muletrain.cli.show.summary import Example, summary_table
 from muletrain.compute.probe import pick_device
 from muletrain.config.load import load_config
 from muletrain.data.samples import SampleData
+from muletrain.errors import CapacityError
 from muletrain.events import RunPrepared, read_events
 from muletrain.events.event import parse
 from muletrain.runs.summary import summary_of
@@ -89,8 +90,10 @@ def test_conversations_are_told_with_what_counts_and_examples(tmp_path: Path) ->
     found = conversations(tmp_path, SMOLLM_3)
     said = told(found)
     assert "conversations, " in said
-    assert f"{found.documents['counted']:,} tokens count towards the loss; " in said
-    assert "% of the sequences are padding" in said
+    assert f"conversations, {found.documents['counted']:,} tokens count towards the loss" in said
+    assert "to train on" not in said, "padding is nothing to train on"
+    assert f"in sequences of {found.train:,} tokens together, " in said
+    assert "% of them padding" in said
     assert "today's date" not in said
     assert len(found.examples) == 3
     assert parse(found.to_json()) == found, "also from the command to Python"
@@ -105,6 +108,15 @@ def test_conversations_are_told_with_what_counts_and_examples(tmp_path: Path) ->
     learned = re.findall(r"\x1b\[32m(.+?)\x1b\[0m", terminal.getvalue())
     assert any(text.startswith("It is") for text in learned)
     assert not any("What is" in text for text in learned)
+    assert "[[" not in terminal.getvalue()
+    for plain in (Console(file=io.StringIO()), Console(file=io.StringIO(), force_terminal=True, no_color=True)):
+        plain.width = 200
+        with plain.capture() as captured:
+            plain.print(Example(found.examples[0]))
+        legend, _, text = captured.get().lstrip().partition("\n")
+        assert "between [[ and ]]" in legend
+        marked = re.findall(r"\[\[(.+?)\]\]", text, re.DOTALL)
+        assert [text.strip() for text in marked] == [text.strip() for text in found.examples[0][2::2]]
 
 
 def test_a_date_in_the_template_is_told(tmp_path: Path) -> None:
@@ -197,3 +209,34 @@ def test_a_run_tells_where_its_own_processes_compute(
         (event,) = read_events(session.folder / "summary.jsonl")
     assert isinstance(event, RunPrepared)
     assert (event.precision, event.devices, event.peers) == ("bf16", [str(pick_device(asked))], 1)
+
+
+@pytest.mark.parametrize("command", ["run", "start"])
+def test_a_dry_run_shows_the_run_its_stages_and_data_and_starts_nothing(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = Wanted(None, [f"data.path={text}", *SMALL, "fleet.stages=2", "train.steps=7", "compute.memory=0.5"])
+    dry_run(asked, command, json=False)  # type: ignore[arg-type]
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines]
+    assert "steps  7 steps of 4 x 16 = 64 tokens, in microbatches of 4" in lines
+    assert "Stages (a peer here may use 512 MiB)" in lines
+    for stage, blocks in (("0", "1"), ("1", "2")):
+        assert [[*row[:4], row[-1]] for row in rows if row[:2] == [stage, blocks]] == [
+            [stage, blocks, "to", blocks, "fits"]
+        ]
+    assert any(row[:2] == ["sequences", "of"] for row in rows)
+    assert lines[-1].startswith("a dry run: nothing was started")
+    assert not (tmp_path / "runs").exists()
+    dry_run(asked, command, json=True)  # type: ignore[arg-type]
+    event = parse(capsys.readouterr().out)
+    assert isinstance(event, RunPrepared)
+    assert (event.steps, event.command) == (7, command)
+
+
+def test_a_dry_run_fails_where_the_run_would(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CapacityError, match="Nothing was started"):
+        dry_run(Wanted(None, [f"data.path={text}", *SMALL, "compute.memory=0.0001"]), "run", json=False)
+    assert not (tmp_path / "runs").exists()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+
+import pytest
 
 from muletrain.config.schema import Codec
+from muletrain.events import Event, PeerDown
 from muletrain.network.memory import MemoryHub
 from muletrain.runtime.members.detector import BURST_S, QUEUES
 from muletrain.runtime.members.messages import GetProgress, Progress
+from muletrain.runtime.members.roster import Member
 from tests.test_averaging import members
 from tests.virtual import virtually
 
@@ -34,3 +39,21 @@ def test_where_answers_meet_queues_a_suspicion_allows_for_one_that_we_cannot_mea
         assert detector.suspicion_s("b") >= idle_s + QUEUES * BURST_S
 
     virtually(scenario())
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("a", "this peer has taken over its name"), ("other", "open TCP port 1 here")]
+)
+def test_a_peer_that_comes_back_is_not_told_how_to_reach_its_own_predecessor(name: str, told: str) -> None:
+    said = list[Event]()
+
+    async def scenario() -> None:
+        ctx, _ = members(MemoryHub(), Codec.FP32)["a"]
+        ctx.roster.hear_of(Member(id="before", name=name, stage=0, trainer=False, addresses=()))
+        ctx.roster.mark_alive("before")
+        detector = ctx.detector
+        detector._peer = dataclasses.replace(ctx, emit=said.append)
+        detector.mark_down("before", "open TCP port 1 here")
+
+    virtually(scenario())
+    assert [event.reason for event in said if isinstance(event, PeerDown)] == [told]

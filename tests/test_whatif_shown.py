@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from muletrain.cli.actions.simulate_fleet import what_if
+from muletrain.cli.main import app
 from muletrain.errors import MuletrainError
 from muletrain.sim.fleet.simulation import EXAMPLE
 from tests.tiny_fleets import PACED, TINY
@@ -129,3 +131,11 @@ def test_a_fleet_that_cannot_work(tmp_path: Path, text: str, overrides: list[str
     with pytest.raises(MuletrainError) as caught:
         what_if(file, None, None, overrides, hours=0.1, seed=0, plot=(), json=True)
     assert said in str(caught.value)
+
+
+def test_the_batch_has_an_option_as_in_plan(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text(PACED)
+    sets = [word for setting in (*TINY, "fleet.stages=2") for word in ("--set", setting)]
+    words = ["simulate", "fleet", str(tmp_path / "fleet.toml"), "--batch", "24", "--hours", "0.02", *sets]
+    out = CliRunner().invoke(app, words).stdout
+    assert "24 microbatches of 1 x" in " ".join(out.split())

@@ -148,8 +148,14 @@ class SwapConfig(Section):
 
 
 class NetworkConfig(Section):
-    """Where a peer listens."""
+    """The name of the machine that starts the run, and where its peers listen."""
 
+    name: str | None = Field(
+        default=None,
+        pattern=f"^{PEER_NAME}$",
+        examples=["lab-7"],
+        description="name of the machine that calls 'start', as tables show it; default: the host name",
+    )
     listen: str = Field(default="127.0.0.1", description="address to listen on; 'start' and 'join' use 0.0.0.0")
     port: int = Field(default=0, ge=0, lt=65536, description="port to listen on; 0: any free one [TCP port]")
     announce: tuple[str, ...] = Field(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from muletrain.runs.again import resuming
 from muletrain.runs.view import GONE
 from muletrain.units import format_duration, plural
 
@@ -48,6 +49,8 @@ class Facts(NamedTuple):
     """Skipped updates among the last ten steps."""
     ticket: bool
     """Whether other machines can join, as far as known."""
+    command: str = "run"
+    """The command that began the run: 'run' or 'start'."""
 
 
 def health(view: RunView, now: float, facts: Facts) -> Health:
@@ -89,7 +92,7 @@ def _silent(view: RunView, facts: Facts) -> Health | None:
 
 
 def _resume(facts: Facts) -> str:
-    return f"muletrain run --resume {facts.folder}" if facts.folder else ""
+    return resuming(facts.folder, facts.command) if facts.folder else ""
 
 
 def _before(view: RunView, facts: Facts) -> Health | None:

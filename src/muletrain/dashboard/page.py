@@ -117,11 +117,13 @@ class RunPage:
         clock: Callable[[], float] = time.time,
         ticket: bool = False,
         owned: Callable[[], bool] = lambda: False,
+        stops: Callable[[], bool] = lambda: False,
     ) -> None:
         """``whole``: see ``RunView``. ``config``: fields by dotted name. ``clock``: of the events. ``ticket``: other
-        machines can join. ``owned``: whether this machine may stop the run and remove peers now."""
+        machines can join. ``owned``: whether this machine may remove peers now; ``stops``: whether it may stop the run."""
         self.name, self.folder, self.config = name, folder, dict(config or {})
         self.clock, self.live, self.loading, self.ticket, self.owned = clock, True, False, ticket, owned
+        self.stops = stops
         self.frames = Frames()
         self.curve = Curve()
         self.version = 0
@@ -279,7 +281,8 @@ class RunPage:
         view = self._view
         usual = statistics.median(self._speeds) if len(self._speeds) >= 10 else math.nan
         live = True if past else self.live
-        facts = Facts(self.folder, live, usual, sum(self._skips), self.ticket)
+        command = self._prepared.command if self._prepared is not None else "run"
+        facts = Facts(self.folder, live, usual, sum(self._skips), self.ticket, command)
         found: dict[str, Any] = {
             "head": self._head(now),
             "health": health(view, now, facts)._asdict(),
@@ -299,7 +302,7 @@ class RunPage:
     def _about(self) -> dict[str, Any]:
         started, prepared = self._view.started, self._prepared
         about: dict[str, Any] = {"name": self.name, "folder": self.folder, "whole": self._whole, "live": self.live}
-        about |= {"owned": self.owned(), "config": self.config, "loading": self.loading}
+        about |= {"owned": self.owned(), "stops": self.stops(), "config": self.config, "loading": self.loading}
         if started is not None:
             keys = ("run_id", "steps", "stages", "params", "microbatches", "tokens_per_step", "first_step")
             about |= {key: getattr(started, key) for key in keys}

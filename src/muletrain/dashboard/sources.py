@@ -14,8 +14,7 @@ from muletrain import events as ev
 from muletrain.dashboard.health import SILENT_S
 from muletrain.dashboard.page import RunPage
 from muletrain.events import EventTail
-from muletrain.locks import Lock, lock
-from muletrain.runs.folder import ROOT
+from muletrain.runs.folder import ROOT, is_held
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
 
 if TYPE_CHECKING:
@@ -37,8 +36,14 @@ def page_of(folder: Path, name: str = "", *, whole: bool = True) -> RunPage:
         return (folder / OWNER_FILE).exists() and (folder / TICKET_FILE).exists()
 
     ticket = (folder / TICKET_FILE).exists() or not whole
+
+    def stops() -> bool:  # a run of one peer that nobody can join has a key, but no ticket
+        return (folder / OWNER_FILE).exists()
+
     about = config_in(folder)
-    return RunPage(name or folder.name, short(folder), whole=whole, config=about, ticket=ticket, owned=owned)
+    return RunPage(
+        name or folder.name, short(folder), whole=whole, config=about, ticket=ticket, owned=owned, stops=stops
+    )
 
 
 def short(folder: Path) -> str:
@@ -116,22 +121,10 @@ class FolderSource:
             self._heard_s = max(self._heard_s, event.t)
             with suppress(ValueError, KeyError, TypeError, AttributeError):  # a strange event must not hide the next
                 self.page(event)
-        live = time.time() - self._heard_s < SILENT_S or _held(self._folder)
+        live = time.time() - self._heard_s < SILENT_S or is_held(self._folder)
         if live != self.page.live:
             self.page.live = live
             self.page.version += 1
-
-
-def _held(folder: Path) -> bool:
-    """Does a process hold the run folder's lock?"""
-    try:
-        file = os.open(folder / "lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return lock(file, shared=True) is Lock.TAKEN
-    finally:
-        os.close(file)
 
 
 def steering_root(folder: Path) -> Path | None:

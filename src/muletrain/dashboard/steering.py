@@ -1,4 +1,5 @@
-"""Stops a run or removes a peer for the run's owner: by the commands ``muletrain stop`` and ``kick``, which check the key."""
+"""Stops a run or removes a peer for the run's owner: a stop by a file, which the run's command looks for; a removal by the
+command ``muletrain kick``, which checks the key."""
 
 from __future__ import annotations
 
@@ -9,35 +10,41 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.dashboard.sources import steering_root
-from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
+from muletrain.runs.worker_files import OWNER_FILE, STOP_FILE, TICKET_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 TIMEOUT_S = 90.0
 """Longest wait for a command."""
+TAKEN_S, POLL_S = 10.0, 0.1
+"""Longest wait until the run's command takes the file, and the time between two looks [s]."""
 ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{8,128}")
 """A peer's id; nothing else is passed on, above all no option."""
 
 
 class Done(NamedTuple):
-    """The result of a command."""
+    """The result of an action."""
 
     ok: bool
     text: str
 
 
+REFUSED = Done(False, "only the machine that began the run can do that, while the run goes on")
+
+
 async def steer(folder: Path, action: str, peer_id: str) -> Done:
     """``action``: 'stop', or 'kick' for the peer ``peer_id``. Works only where the owner's key is."""
-    root = steering_root(folder)
-    if action not in ("stop", "kick") or (action == "kick" and not ID.fullmatch(peer_id)):
+    if action == "stop":
+        return await _stop(folder) if (folder / OWNER_FILE).exists() else REFUSED
+    if action != "kick" or not ID.fullmatch(peer_id):
         return Done(False, "no such action")
+    root = steering_root(folder)
     if root is None or not (folder / OWNER_FILE).exists() or not (folder / TICKET_FILE).exists():
-        return Done(False, "only the machine that began the run can do that, while the run goes on")
+        return REFUSED
     ticket = (folder / TICKET_FILE).read_text(encoding="utf-8").strip()
-    words = [sys.executable, "-P", "-m", "muletrain", action, *([peer_id] if action == "kick" else [])]
     process = await asyncio.create_subprocess_exec(
-        *words,
+        *(sys.executable, "-P", "-m", "muletrain", "kick", peer_id),
         cwd=root,
         env={**os.environ, "MULETRAIN_TICKET": ticket},  # other users can read arguments
         stdin=asyncio.subprocess.DEVNULL,
@@ -51,3 +58,15 @@ async def steer(folder: Path, action: str, peer_id: str) -> Done:
         return Done(False, f"no answer within {TIMEOUT_S:.0f} s")
     told = [line for line in out.decode(errors="replace").splitlines() if "muletrain join" not in line]
     return Done(process.returncode == 0, "\n".join(told)[-2000:].strip())  # the new ticket stays in the run folder
+
+
+async def _stop(folder: Path) -> Done:
+    """Ask the command that trains the run."""
+    request = folder / STOP_FILE
+    request.touch()
+    for _ in range(int(TAKEN_S / POLL_S)):
+        if not request.exists():
+            return Done(True, "the run ends after the current step, with a checkpoint")
+        await asyncio.sleep(POLL_S)
+    request.unlink(missing_ok=True)
+    return Done(False, "the run's command does not answer; where it has ended, 'muletrain stop' asks the other members")

@@ -66,7 +66,8 @@ class PeerJoined(Event):
         turns = f" in {self.swapped} parts that take turns" if self.swapped else ""
         about = f"{self.device}, {self.precision}, {format_count(self.params)} parameters{turns}"
         about += ", computes blocks again to save memory" if self.by_block else ""
-        return f"{self.name} serves stage {self.stage} ({about}{', trainer' if self.trainer else ''})"
+        builds = "; as a trainer, it also builds microbatches from the data" if self.trainer else ""
+        return f"{self.name} serves stage {self.stage} ({about}){builds}"
 
 
 class ClientBegan(Event):
@@ -102,12 +103,12 @@ class ClientFinished(Event):
 
 
 class Waiting(Event):
-    """The run waits for conditions, e.g. ['a peer for stage 1']."""
+    """The run waits for these conditions, e.g. ['stage 1 has no peer']."""
 
     missing: list[str]
 
     def sentence(self) -> str:
-        return f"waiting: {', '.join(self.missing)}" if self.missing else "nothing is missing any more"
+        return f"waiting: {'; '.join(self.missing)}" if self.missing else "nothing is missing any more"
 
 
 class ProbeProgress(Event):
@@ -524,5 +525,11 @@ class RunPrepared(Event):
     """The device of each process of the machine that prepared the run."""
     date: str = ""
     """The date that the chat template prints; empty: it prints none."""
+    command: str = "run"
+    """The command: 'run' or 'start'."""
+    seconds: Number = 0.0
+    """Time that the command took for that."""
+    adapter: str = ""
+    """Of a run that trains one: rank and adapted layers."""
     examples: list[list[str]] = field(default_factory=list)
     """Of a new run on conversations, the first ones, as ``data.shown.examples`` gives them."""

@@ -42,8 +42,13 @@ class MicrobatchesRerun(Notice):
     """Names of the members whose gradients stand out (``GradientStandsOut``), if that is the reason."""
 
     def sentence(self) -> str:
-        why = f" to check the gradient of {self.unusual}, which unusual data can make long" if self.unusual else ""
-        return f"step {self.step}: stage {self.stage} computes {plural(self.microbatches, 'microbatch')} again{why}"
+        again = plural(self.microbatches, "microbatch")
+        if not self.unusual:
+            return f"step {self.step}: stage {self.stage} computes {again} again"
+        return (
+            f"step {self.step}: the gradient of {self.unusual} is much longer or shorter than usual (unusual data, or a fault): "
+            f"another peer of stage {self.stage} computes its {again} again, and compares"
+        )
 
 
 class ValidationLeftOut(Notice):

@@ -133,7 +133,7 @@ def recommend(predictions: Sequence[Prediction], *, all_stay: bool = True) -> tu
     if same := [title(predictions[i]) for i in able if i != best and _as_fast(predictions[i], chosen)]:
         why += f"; as fast: {' and '.join(same)}"
     if not all_stay and not chosen.schedule and any(predictions[i].schedule for i in able):
-        why += "; some machines may leave, which costs a planned pipeline most"
+        why += "; some machines may leave (reliable = false), which costs a planned pipeline most"
     if faster:
         rest = ", ".join(f"{title(p)} ({p.expected_per_s / chosen.expected_per_s:.2f} times as fast)" for p in faster)
         why += f"; predicted to be faster, but not yet runnable: {rest}"

@@ -83,6 +83,18 @@ def held(
         os.close(file)
 
 
+def is_held(folder: Path) -> bool:
+    """Does a process hold the run folder's lock?"""
+    try:
+        file = os.open(folder / "lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return lock(file, shared=True) is Lock.TAKEN
+    finally:
+        os.close(file)
+
+
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Create a folder for a command's sockets and keys, and for the temporary files of its processes. A killed command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +26,15 @@ class Listening(NamedTuple):
 
     def port_of(self, peer: int) -> int:
         return self.port + peer if self.port else 0
+
+    def free(self, peers: int) -> bool:
+        """Are the ports of so many peers free now?"""
+        with suppress(OSError), ExitStack() as held:
+            for peer in range(peers):
+                family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+                held.enter_context(socket.create_server((self.host, self.port_of(peer)), family=family))
+            return True
+        return False
 
     def announced_by(self, peer: int) -> tuple[str, ...]:
         """The addresses for peer number ``peer``: ports are shifted like the peer's port. Raises ConfigError."""

@@ -73,7 +73,7 @@ TABLE = (
     Rule("compute.precision", "from then on", "the arithmetic; 'auto' stays what was measured first"),
     Rule("compute.*", "yes", "devices, threads and memory"),
     Rule("checkpoint.*", "yes", "when and where checkpoints are written"),
-    Rule("network.*", "yes", "where peers listen"),
+    Rule("network.*", "yes", "the first machine's name, and where its peers listen"),
     Rule("logging.*", "yes", "where figures are shown"),
 )
 """A field's rule is the first that names the field, else the section's."""

@@ -24,12 +24,21 @@ from muletrain.events import (
     Validated,
     events_in,
 )
+from muletrain.runs.again import resuming
 from muletrain.runs.asked import BY_SIGNAL, Asked
 from muletrain.runs.folder import DiskWatch
 from muletrain.runs.metrics import Metrics
 from muletrain.runs.sampling import Sampling
 from muletrain.runs.view import RunView
-from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, EXIT_SKIPPED, LEFT, OWNER_FILE, PROBE_FILE, TICKET_FILE
+from muletrain.runs.worker_files import (
+    EXIT_NO_CHECKPOINT,
+    EXIT_SKIPPED,
+    LEFT,
+    OWNER_FILE,
+    PROBE_FILE,
+    STOP_FILE,
+    TICKET_FILE,
+)
 from muletrain.units import plural
 
 if TYPE_CHECKING:
@@ -237,6 +246,9 @@ class Session:
         if self.interrupted:
             by = signal.Signals(self.asked.number)
             return "\n" if by == signal.SIGINT else f"\n{by.name}: "
+        if self.role != "join" and (self.folder / STOP_FILE).exists():
+            (self.folder / STOP_FILE).unlink(missing_ok=True)
+            return "asked on the page: "
         if (exceeded := self._limits.exceeded()) is None:
             return None
         self._paused = self._limits.paused
@@ -315,7 +327,11 @@ class Session:
         return self._command(f"after step {int(self.checkpoint.name[5:13])}, with your own data.path")
 
     def _command(self, whence: str) -> str:
-        return f"muletrain {'run' if self.role == 'run' else 'start'} --resume {self.folder}   # go on {whence}"
+        return f"{self._resuming}   # go on {whence}"
+
+    @property
+    def _resuming(self) -> str:
+        return resuming(self.folder, "run" if self.role == "run" else "start")
 
     def stop(self, reason: str = "") -> None:
         """Ask the processes to end in order; a machine that joined only leaves. ``reason``: begins the sentence for
@@ -508,8 +524,8 @@ class Session:
                 else "none was written since the start"
             )
             raise CheckpointError(
-                f"the final checkpoint could not be written, and {newest}; free some space, then continue with 'muletrain run "
-                f"--resume {self.folder}' ('start --resume' for a run on several machines)"
+                f"the final checkpoint could not be written, and {newest}; free some space, then continue with "
+                f"'{self._resuming}'"
             )
 
     def exit_code(self) -> int:
@@ -532,7 +548,7 @@ class Session:
                 sink.close()
             except Exception as e:
                 self._warn(f"{type(sink).__name__} did not end in order: {e!r}", "logging")
-        for secret in (TICKET_FILE, OWNER_FILE):
+        for secret in (TICKET_FILE, OWNER_FILE, STOP_FILE):
             with suppress(OSError):
                 (self.folder / secret).unlink()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from muletrain.data.chat import prints_date
@@ -10,6 +11,7 @@ from muletrain.data.samples import SampleData
 from muletrain.data.shown import examples
 from muletrain.errors import DataError
 from muletrain.events import RunPrepared
+from muletrain.model.traced.adapter import is_adapter
 from muletrain.model.traced.chain import TracedModel
 from muletrain.strategies import listed_of
 from muletrain.units import format_count
@@ -26,9 +28,16 @@ EXAMPLES, EXAMPLE = 3, 600
 """Conversations that are shown before a run, and characters of each."""
 
 
-def summary_of(facts: RunFacts, data: Data, devices: Sequence[str], first_step: int = 0) -> RunPrepared:
-    """The summary of a run on ``data`` that begins after ``first_step`` (0: a new run). ``devices``: one for each process
-    of this machine."""
+def summary_of(
+    facts: RunFacts,
+    data: Data,
+    devices: Sequence[str],
+    first_step: int = 0,
+    command: str = "run",
+    seconds: float = 0.0,
+) -> RunPrepared:
+    """The summary of a run on ``data`` that ``command`` begins after ``first_step`` (0: a new run). ``devices``: one for
+    each process of this machine. ``seconds``: time that preparing took."""
     config, spec = facts.config, facts.spec
     t, o, whole = config.train, config.optimizer, ((0, spec.layers),)
     tokens, size = t.batch * _positions(facts), len(data.train)
@@ -62,6 +71,9 @@ def summary_of(facts: RunFacts, data: Data, devices: Sequence[str], first_step: 
         stages=config.fleet.stages,
         peers=config.fleet.peers or 0,
         devices=list(devices),
+        command=command,
+        seconds=seconds,
+        adapter=_adapter(facts),
         date=config.data.date if prints_date(config.data) else "",
         examples=_examples(config.data) if config.data.counts and not first_step else [],
     )
@@ -107,6 +119,17 @@ def _start(facts: RunFacts) -> str:
         return given or f"seed {config.train.seed}"
     drawn = sum(spec.compression_params(facts.cut, s) for s in range(len(facts.cut)))
     return f"{given}; {format_count(drawn)} of model.compression by seed {config.train.seed}, so the model begins worse than that"
+
+
+def _adapter(facts: RunFacts) -> str:
+    """Rank and adapted layers, e.g. 'rank 16 in 28 x q_proj, v_proj'."""
+    rank, spec = facts.config.adapter.rank, facts.spec
+    if rank is None or not isinstance(spec, TracedModel):
+        return ""
+    layers = {name.partition(".lora_")[0] for name in spec.shapes if is_adapter(name)}
+    counts = Counter(layer.rpartition(".")[2] for layer in layers)
+    alike = {n: sorted(kind for kind in counts if counts[kind] == n) for n in sorted(counts.values(), reverse=True)}
+    return f"rank {rank} in " + "; ".join(f"{n} x {', '.join(kinds)}" for n, kinds in alike.items())
 
 
 def _named(facts: RunFacts) -> str:

@@ -23,7 +23,8 @@ GONE_S = 30.0
 ENTERS_S = 5.0
 """Seconds that a peer has to be admitted before a first, refused question is news."""
 BASE58 = re.compile(r"(?<!/)\b[1-9A-HJ-NP-Za-km-z]{6,64}\b")
-FINAL = frozenset({"expelled", "removed", "ended"})  # states without end: the last words of such a peer may come late
+SENT_AWAY = frozenset({"expelled", "removed"})
+FINAL = SENT_AWAY | {"ended"}  # states without end: the last words of such a peer may come late
 GONE = FINAL | {"left", "replaced", "gone"}  # states of peers of which nothing more is to be expected
 SMOOTHING = 0.9
 """Weight of the past in the shown loss: about the last ten steps."""
@@ -129,6 +130,16 @@ class Pace:
         overdue, the time without one counts, too, so the speed of a run that stands still goes to zero."""
         seconds = sum(e.duration_s for e in self._recent) + self._overdue_s(now)
         return sum(e.tokens for e in self._recent) / seconds if seconds else math.nan
+
+    @property
+    def measured(self) -> int:
+        """Number of steps that ``tokens_per_s`` is about."""
+        return len(self._recent)
+
+    @property
+    def begin_s(self) -> float:
+        """Wall time at which the processes that train now began their first step; infinite before its end."""
+        return self._begin_s
 
     def seconds_left(self, steps: int, now: float | None = None) -> float:
         """Time to the end of a run of ``steps`` at the speed of the last ones; NaN until enough are known, and once a
@@ -409,6 +420,8 @@ class RunView:
         self.pace, self.skips = Pace(), SkipsView()
         self.asides: list[str] = []
         """Sentences that follow from several events, to be shown once."""
+        self._called_s = math.nan
+        """Wall time at which the command was called that trains the run."""
         self._by_id: dict[str, PeerView] = {}
         self._names: dict[str, str] = {}
         """Names by id, and by the ends of ids that messages have; also of peers without events here."""
@@ -416,6 +429,11 @@ class RunView:
         """Peers that asked for something before they were admitted, which happens when all enter at once."""
         self._back = ""
         """Lineage of the last step back."""
+
+    @property
+    def prepared_s(self) -> float:
+        """Time from the command's beginning to its first step [s]; NaN: not known."""
+        return self.pace.begin_s - self._called_s if math.isfinite(self.pace.begin_s) else math.nan
 
     @property
     def step(self) -> int:
@@ -438,8 +456,8 @@ class RunView:
         return found
 
     def gone(self) -> int:
-        """Number of peers that are gone."""
-        return sum(map(self._has_gone, self.peers.values()))
+        """Number of peers that are gone, and did not come back."""
+        return sum(self._has_gone(peer) and peer.state != "replaced" for peer in self.peers.values())
 
     def _has_gone(self, peer: PeerView) -> bool:
         return peer.state in GONE
@@ -494,6 +512,8 @@ class RunView:
                 for peer_id, name in event.members.items():
                     self._learn(peer_id, name)
                 return self._start(event)
+            case ev.RunPrepared():
+                self._called_s = event.t - event.seconds
             case ev.PeerJoined():
                 self._join(event)
             case ev.Waiting():
@@ -549,6 +569,7 @@ class RunView:
         if event.first_step:
             for one in self._earlier:
                 self._recall(one)
+            self.rollbacks = 0  # as all trouble, counted since the resume
         self.pace.begin(event.first_step)
         return True
 
@@ -583,15 +604,15 @@ class RunView:
         peer = self._by_id[event.peer_id] = self.peers.setdefault(teller, PeerView(event.name))
         for key in ("peer_id", "name", "stage", "device", "precision", "trainer"):
             setattr(peer, key, getattr(event, key))
-        peer.state, peer.parts = "ready", event.swapped
+        peer.state, peer.lost, peer.parts = "ready", False, event.swapped
         self.missing = []
 
     def _set_aside(self, peer: PeerView) -> None:
-        """Rename a peer after another one took over the name."""
+        """Rename a peer after another one took over the name, as a machine does that comes back."""
         self.peers[peer.peer_id] = peer
         peer.name = f"{peer.name} ({peer.peer_id[-8:]})"
         self._learn(peer.peer_id, peer.name)
-        peer.state = peer.state if peer.state in GONE else "replaced"
+        peer.state = peer.state if peer.state in SENT_AWAY else "replaced"
 
     def _gone(self, peer_id: str, state: str) -> None:
         if peer_id in self._by_id:

@@ -26,7 +26,7 @@ from muletrain.events import EventLog
 from muletrain.model.hf_hub import is_hub_name
 from muletrain.runs.asked import cleaned_up
 from muletrain.runs.folder import ROOT, held, new_run_folder, run_folder
-from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
+from muletrain.runs.worker_files import OWNER_FILE, STOP_FILE, TICKET_FILE
 from muletrain.script import look_in
 from muletrain.units import plural
 
@@ -80,7 +80,7 @@ def opened(wanted: Wanted, name: Literal["run", "start"]) -> Iterator[tuple[Path
     try:
         say = functools.partial(console.print, soft_wrap=True, markup=False)
         with held(folder, say=say), located(origins), cleaned_up():
-            for secret in (TICKET_FILE, OWNER_FILE):
+            for secret in (TICKET_FILE, OWNER_FILE, STOP_FILE):
                 (folder / secret).unlink(missing_ok=True)  # left by a process that was killed
             if resume is None:
                 save_config(folder, config)
@@ -182,9 +182,9 @@ class Ready(NamedTuple):
     """The folder of the checkpoint that the run goes on from; None: it begins."""
     first_step: int
 
-    def save(self) -> None:
-        """Save ``given`` for the next resume."""
-        save_config(self.folder, self.given)
+    def save(self, **network: object) -> None:
+        """Save ``given`` for the next resume, with these fields of ``network``."""
+        save_config(self.folder, _with(self.given, "network", **network))
 
 
 def ready(
@@ -198,6 +198,7 @@ def ready(
     """Prepare the run of ``folder``, tokenise its data, and find the checkpoint that a resumed one goes on from. ``fits``
     raises for a model that this machine has no room for; ``reads``: see ``prepare``. Changes no file in the folder, but
     may add some. Raises MuletrainError."""
+    from muletrain.runs.again import last_step
     from muletrain.runs.assemble import RunFacts
     from muletrain.runs.parts import fitting
     from muletrain.runs.resuming import continued
@@ -225,10 +226,19 @@ def ready(
         )
     with doing("cutting the checkpoint into other stages") as tell:
         checkpoint = fitting(checkpoint, RunFacts.of(config), tell)
-    console.print(f"continuing after step {checkpoint.step} ({checkpoint.folder})", soft_wrap=True)
+    reached = last_step(folder)
+    again = f"; {_again(checkpoint.step + 1, reached)}" if reached > checkpoint.step else ""
+    console.print(f"continuing after step {checkpoint.step} ({checkpoint.folder}){again}", soft_wrap=True)
     given = _with(given, "train", data_offset=config.train.data_offset)
     prepared = Prepared(placed(config, folder), RunFacts.of(config), data)
     return Ready(folder, prepared, given, checkpoint.folder, checkpoint.step)
+
+
+def _again(first: int, last: int) -> str:
+    """The steps that a crash costs, in words."""
+    if first == last:
+        return f"step {first} is computed again"
+    return f"steps {first} to {last} are computed again ({last - first + 1} steps)"
 
 
 def _newest_checkpoint(folder: Path, config: RunConfig, console: Console) -> Checkpoint | None:
@@ -365,15 +375,26 @@ def with_epochs(config: RunConfig, sequences: int) -> RunConfig:
     return _with(config, "train", steps=steps)
 
 
-def tell_of(prepared: Prepared, folder: Path, devices: Sequence[str], first_step: int = 0) -> None:
-    """Write the run's next actions as events, which the session reports. ``devices``: one for each process of this
-    machine."""
-    from muletrain.compute.probe import pick_device
+def tell_of(
+    prepared: Prepared,
+    folder: Path,
+    devices: Sequence[str],
+    first_step: int = 0,
+    command: str = "run",
+    seconds: float = 0.0,
+) -> None:
+    """Write the run's next actions as events, which the session reports. The arguments are those of ``summary_of``."""
     from muletrain.runs.summary import summary_of
 
-    chosen = [str(pick_device(device)) for device in devices]  # 'auto' tells people nothing
     with EventLog(folder / "summary.jsonl", "summary") as log:
-        log.emit(summary_of(prepared.facts, prepared.data, chosen, first_step))
+        log.emit(summary_of(prepared.facts, prepared.data, chosen(devices), first_step, command, seconds))
+
+
+def chosen(devices: Sequence[str]) -> list[str]:
+    """The devices that torch takes: 'auto' tells people nothing."""
+    from muletrain.compute.probe import pick_device
+
+    return [str(pick_device(device)) for device in devices]
 
 
 def first_checkpoint(folder: Path, config: RunConfig, run_id: str) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.cli.show.console import make_console
 from muletrain.cli.show.doing import doing
-from muletrain.cli.show.summary import dated, example
+from muletrain.cli.show.summary import Example, dated
 from muletrain.cli.show.tables import new_table
 from muletrain.config.load import load_config
 from muletrain.data import shown
@@ -19,6 +19,10 @@ from muletrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from muletrain.runs.assemble import RunFacts
 
 SHOWN = 1500
 """Characters of an example."""
@@ -48,6 +52,21 @@ def show_data(path: str, overrides: Sequence[str], examples: int, *, json: bool)
         print(jsonlib.dumps({**about, "context": facts.spec.context, **asdict(cache.stats)}))
         return
     console, stats = make_console(), cache.stats
+    console.print(data_table(facts, cache))
+    for line in [*stats.changes(), *([dated(data.date)] if prints_date(data) else [])]:
+        console.print(line)
+    if data.counts:
+        apart = (
+            "a token sees its own conversation alone" if data.pack else "each conversation has a sequence of its own"
+        )
+        console.print(*(remarks or [apart]), soft_wrap=True, markup=False)
+    for found in shown.examples(data, examples, SHOWN):
+        console.print(Example(found))
+
+
+def data_table(facts: RunFacts, cache: TokenCache) -> Table:
+    """Documents, tokens and sequences of both sides."""
+    data, train, stats, windows = facts.config.data, facts.config.train, cache.stats, facts.source(cache).windows
     table = new_table("", ["", data.path], ["to train on", "held out"])
     noun = "conversations" if data.counts else "documents"
     table.add_row(noun, "", f"{stats.documents:,}", f"{stats.heldout_documents:,}")
@@ -60,15 +79,6 @@ def show_data(path: str, overrides: Sequence[str], examples: int, *, json: bool)
             "of these, that count", f"data.loss_on = {data.loss_on}", f"{stats.counted:,}", f"{stats.heldout_counted:,}"
         )
         table.add_row("padding", "", f"{share:.0%}", "")
-    table.add_row("sequences", f"of {facts.spec.context:,} tokens", f"{source.windows:,}", "")
-    table.add_row("steps in an epoch", f"of {train.batch:,} sequences", f"{about['steps_per_epoch']:,.1f}", "")
-    console.print(table)
-    for line in [*stats.changes(), *([dated(data.date)] if prints_date(data) else [])]:
-        console.print(line)
-    if data.counts:
-        apart = (
-            "a token sees its own conversation alone" if data.pack else "each conversation has a sequence of its own"
-        )
-        console.print(*(remarks or [apart]), soft_wrap=True, markup=False)
-    for found in shown.examples(data, examples, SHOWN):
-        console.print(example(found))
+    table.add_row("sequences", f"of {facts.spec.context:,} tokens", f"{windows:,}", "")
+    table.add_row("steps in an epoch", f"of {train.batch:,} sequences", f"{windows / train.batch:,.1f}", "")
+    return table

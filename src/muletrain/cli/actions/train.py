@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json as jsonlib
 import secrets
 import signal
 import sys
+import time
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from muletrain.cli.actions.opening import first_checkpoint, opened, ready, tell_of
+from muletrain.cli.actions.opening import chosen, first_checkpoint, opened, ready, tell_of
 from muletrain.cli.actions.planned import check_many, clients_of, indices_of, names_of
+from muletrain.cli.actions.reading import data_table
 from muletrain.cli.show.console import JsonConsole, LiveConsole, make_console
 from muletrain.cli.show.final_report import final_report
+from muletrain.cli.show.summary import stages_table, summary_table
+from muletrain.compute.probe import pick_device
 from muletrain.config.trusted import trusted
 from muletrain.dashboard.sources import follow_session
 from muletrain.data.corpus import Corpus, absolute
 from muletrain.data.files import EveryColumn
+from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError, DataError, MuletrainError
 from muletrain.events import EventTail
 from muletrain.model.hf_files import check_folder
@@ -31,16 +37,19 @@ from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.fleet import LocalFleet, threads_per_peer
 from muletrain.runs.folder import held, new_run_folder
 from muletrain.runs.join.ticket import Ticket
-from muletrain.runs.measure.machine import check_local
+from muletrain.runs.measure.machine import check_local, memory_of
 from muletrain.runs.metrics import MetricsServer
 from muletrain.runs.own_peers import Listening, OwnPeers, check_name, host_name
 from muletrain.runs.session import Limits, Session, Silent
 from muletrain.runs.signals import ENDING
+from muletrain.runs.summary import summary_of
 from muletrain.runs.trackers import check_packages
+from muletrain.runs.worker_files import TICKET_FILE
 from muletrain.timeline import check_trace, write_trace
+from muletrain.units import format_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from muletrain.cli.actions.opening import Ready, Wanted
@@ -85,6 +94,7 @@ def run_local(
         finally:
             if trace is not None:
                 write_trace(trace, EventTail(session.folder).poll())
+                session.say(f"timeline of every peer: {trace} (open it at https://ui.perfetto.dev)")
 
 
 def _monitored(where: str | None) -> AbstractContextManager[MetricsServer | None]:
@@ -109,30 +119,18 @@ def local_session(
 ) -> Iterator[Session]:
     """A session of a local fleet, ready to begin. ``chaos``: faults to inject (``policy/chaos.py``). ``metrics`` serves
     the session's."""
+    began_s = time.monotonic()
     with opened(wanted, "run") as (folder, config):
-        config = config.local()
-        check_many(config)
-        check_packages(config)
-        plan = _chaos_plan(chaos, seed, config) if chaos is not None else ()
-        servers, clients = names_of(config), clients_of(config)
-        names = servers + clients
-        threads = threads_per_peer(config.compute.threads, len(names))
-        alone = len(names) == 1 and not plan  # else a newcomer may join
-        with Alone(folder, threads) if alone else LocalFleet(folder, threads) as fleet:
-            fleet.spawn(names)  # the processes import while we tokenise
-            peers = OwnPeers.dealt(names, config.compute.device, threads)
-
-            def fits(config: RunConfig) -> None:
-                needs = RunFacts.of(config, alone=alone).needs()
-                place = Path(config.swap.folder or folder)
-                while not place.exists():  # a folder that is to be made
-                    place = place.parent
-                check_local(needs, peers.devices[: len(servers)], config.compute.memory, peers.host_memory, place)
-
-            run = ready(folder, config, wanted, fits, reads=True)
-            config, network = run.prepared.config, run.prepared.config.network
+        local = _Local.of(config, chaos, seed, folder)
+        plan, servers, clients = local.plan, local.servers, local.clients
+        with (Alone if local.alone else LocalFleet)(folder, local.threads) as fleet:
+            fleet.spawn(servers + clients)  # the processes import while we tokenise
+            run = ready(folder, local.config, wanted, local.check_room, reads=True)
+            config, network, peers = run.prepared.config, run.prepared.config.network, local.peers
             founder, *others = _founding(peers, Listening(network.listen, 0, ()), folder, run)
-            founder = founder.model_copy(update={"port": network.port, "announce": network.announce, "alone": alone})
+            founder = founder.model_copy(
+                update={"port": network.port, "announce": network.announce, "alone": local.alone}
+            )
             workers = [
                 worker.model_copy(update={"client": worker.name in clients, "fleet_index": n, "faults": bool(plan)})
                 for worker, n in zip((founder, *others), indices_of(config), strict=True)
@@ -149,8 +147,86 @@ def local_session(
                 metrics=metrics,
             )
             session.chaos = Injector(plan, seed, fleet, folder, servers, clients) if plan else None
-            tell_of(run.prepared, folder, peers.devices, run.first_step)
+            tell_of(run.prepared, folder, peers.devices, run.first_step, "run", time.monotonic() - began_s)
             yield session
+
+
+@dataclasses.dataclass(frozen=True)
+class _Local:
+    """A local fleet in ``folder``, before anything is read or started. ``alone``: its one peer works in this process."""
+
+    folder: Path
+    config: RunConfig
+    plan: Sequence[Fault]
+    servers: list[str]
+    clients: list[str]
+
+    @classmethod
+    def of(cls, config: RunConfig, chaos: str | None, seed: int, folder: Path) -> _Local:
+        """Raises ConfigError."""
+        config = config.local()
+        check_many(config)
+        check_packages(config)
+        plan = _chaos_plan(chaos, seed, config) if chaos is not None else ()
+        return cls(folder, config, plan, names_of(config), clients_of(config))
+
+    @property
+    def alone(self) -> bool:
+        return len(self.servers + self.clients) == 1 and not self.plan  # else a newcomer may join
+
+    @property
+    def threads(self) -> int:
+        """CPU threads per peer."""
+        return threads_per_peer(self.config.compute.threads, len(self.servers + self.clients))
+
+    @functools.cached_property
+    def peers(self) -> OwnPeers:
+        """The peers, with the memory that is free at the first look."""
+        return OwnPeers.dealt(self.servers + self.clients, self.config.compute.device, self.threads)
+
+    def check_room(self, config: RunConfig) -> None:
+        """Raises CapacityError if the peers cannot serve all stages of ``config``, the resolved configuration."""
+        place = Path(config.swap.folder or self.folder)
+        while not place.exists():  # a folder that is to be made
+            place = place.parent
+        devices = self.peers.devices[: len(self.servers)]
+        needs = RunFacts.of(config, alone=self.alone).needs()
+        check_local(needs, devices, config.compute.memory, self.peers.host_memory, place)
+
+
+def dry_run(
+    wanted: Wanted, command: Literal["run", "start"], *, json: bool, chaos: str | None = None, seed: int = 0
+) -> None:
+    """Print what ``command`` would train, in which stages, and on what data; start and keep nothing. Raises
+    MuletrainError where the run would."""
+    began_s = time.monotonic()
+    with opened(wanted, command) as (folder, config):
+        alone = False
+        if command == "run":
+            local = _Local.of(config, chaos, seed, folder)
+            peers, alone = local.peers, local.alone
+            run = ready(folder, local.config, wanted, local.check_room, reads=True)
+        else:
+            check_packages(config)
+            peers = OwnPeers.on(host_name(), config.compute.device, config.compute.threads)
+            run = ready(folder, config, wanted)
+        facts, data, config = (
+            dataclasses.replace(run.prepared.facts, alone=alone),
+            run.prepared.data,
+            run.prepared.config,
+        )
+        seconds = time.monotonic() - began_s
+        summary = summary_of(facts, data, chosen(peers.devices), run.first_step, command, seconds)
+        if json:
+            print(summary.to_json())
+            return
+        device = pick_device(peers.devices[0])
+        offer = memory_of(device, config.compute.memory, peers.devices.count(peers.devices[0]), peers.host_memory)
+        console = make_console()
+        console.print(summary_table(summary), "", stages_table(facts, offer))
+        if isinstance(data, TokenCache):
+            console.print("", data_table(facts, data))
+        console.print(f"a dry run: nothing was started (prepared in {format_duration(seconds)})")
 
 
 def _chaos_plan(chaos: str, seed: int, config: RunConfig) -> tuple[Fault, ...]:
@@ -172,31 +248,49 @@ def start_run(
     """Found or continue a run, and serve with this machine's peers; print the report at the end, with its tables if
     ``verbose``. ``metrics``: see ``MetricsServer``. ``board``: shows the run. Raises MuletrainError before anything starts."""
     check_name(name)
+    began_s = time.monotonic()
     with _monitored(metrics) as server, board or nullcontext(), opened(wanted, "start") as (folder, config):
         check_packages(config)
+        name = name or config.network.name
         peers = OwnPeers.on(name or host_name(), config.compute.device, config.compute.threads)
         _check_planned(peers.names, config.pipeline.machines, "pipeline.seats")
         _check_planned(peers.names, config.hub.servers, "hub.seats")
+        named = bool(listening.port)
         listening = listening._replace(
             port=listening.port or config.network.port, announce=listening.announce or config.network.announce
         )
+        if wanted.resume is not None and not named and not listening.free(len(peers.names)):
+            text = f"port {listening.port} is taken: this machine listens on another one (--port chooses)"
+            make_console(sys.stderr).print(text, soft_wrap=True)
+            listening = listening._replace(port=0)
         with LocalFleet(folder, peers.threads) as fleet:
             fleet.spawn(peers.names)  # the processes import while we tokenise
             run = ready(folder, config, wanted)
             founder, *others = _founding(peers, listening, folder, run, joinable=True)
             workers = [founder.model_copy(update={"probe": probe}), *others]
+
+            def begun() -> None:
+                port = listening.port or (0 if listening.announce else _port_of(folder))
+                run.save(name=name, port=port, announce=listening.announce)
+
             session = Session(
                 "start",
                 folder,
                 fleet,
                 workers,
                 _console(json),
-                begun=run.save,
+                begun=begun,
                 config=run.prepared.config,
                 metrics=server,
             )
-            tell_of(run.prepared, folder, peers.devices, run.first_step)
+            tell_of(run.prepared, folder, peers.devices, run.first_step, "start", time.monotonic() - began_s)
             _serve(session, _greeting(server, board), board, verbose=verbose)
+
+
+def _port_of(folder: Path) -> int:
+    """The port in the first address of the ticket in ``folder``: of the founder, which wrote it."""
+    founder, *_ = Ticket.parse((folder / TICKET_FILE).read_text(encoding="utf-8")).addresses
+    return int(founder.split("/")[4])
 
 
 def _check_planned(names: list[str], planned: list[str], field: str) -> None:

@@ -14,6 +14,7 @@ from muletrain.cli.show.status import Announced, Down, furthest, gone, state_of,
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError, PeerUnreachable, Refused
 from muletrain.events import RunFinished, RunStarted, events_in
 from muletrain.network.answers import NOT_SERVED
+from muletrain.runs.again import ended_early
 from muletrain.runs.folder import ROOT, held, temporary_folder
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.worker_files import LEFT, OWNER_FILE, REMOVED_FILE, TICKET_FILE, write_secret
@@ -37,12 +38,17 @@ ENDS_S, POLL_S = 2.0, 0.1
 def show_status(ticket: str | None, *, json: bool, verbose: bool = False) -> None:
     """Print the members' announcements in the directory; before training starts, the missing conditions. ``verbose``:
     see ``status_of``. Raises MuletrainError if no member answers."""
-    whole = ticket_of(ticket)
+    try:
+        whole = ticket_of(ticket)
 
-    async def look(network: Libp2pNetwork, run_id: str) -> tuple[list[Announced], list[Down], tuple[str, ...]]:
-        return await announced(network, whole)
+        async def look(network: Libp2pNetwork, run_id: str) -> tuple[list[Announced], list[Down], tuple[str, ...]]:
+            return await announced(network, whole)
 
-    peers, unheard, missing = asyncio.run(as_member(whole, look))
+        peers, unheard, missing = asyncio.run(as_member(whole, look))
+    except MuletrainError as e:
+        if ticket is not None or not (how := ended_early()):
+            raise
+        raise MuletrainError(f"{e}\n{how}") from None
     if json:
         at = furthest(peers).model_dump() if peers else {}
         numbers = {key: at.get(key) for key in ("step", "steps", "stages", "loss", "tokens_per_s")}

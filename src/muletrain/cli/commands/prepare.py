@@ -39,8 +39,10 @@ def data(
 ) -> None:
     """Show what a run would train on: documents, tokens, and of conversations the tokens that count.
 
-    The first documents are shown as the model reads them, with what it learns to write in green. Give the model and the
-    settings of the run by --set: muletrain data chat.jsonl --set model.from=Qwen/Qwen3-0.6B"""
+    The first documents are shown as the model reads them; the text that it learns to write is green, or in brackets
+    where there are no colours. Give the model and the settings of the run by --set:
+
+    muletrain data chat.jsonl --set model.from=Qwen/Qwen3-0.6B"""
     from muletrain.cli.actions.reading import show_data
 
     show_data(path, overrides or [], examples, json=json)

@@ -32,8 +32,8 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override one field of the run, e.g. fleet.stages=8 (default: as 'muletrain plan' lays it out), train.batch=4096 "
-        "(default: 1024), wire.activations=fp16, optimizer.delayed=true. Repeatable.",
+        help="Override one field of the run, e.g. fleet.stages=8 (default: as 'muletrain plan' lays it out), "
+        "wire.activations=fp16, optimizer.delayed=true. Repeatable.",
     ),
 ]
 Plot = Annotated[
@@ -76,6 +76,9 @@ def fleet(
             "layout is made here, for the faster of swarm and swap, unless CONFIG or --set fleet.stages says how many stages there are.",
         ),
     ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per step. Default: the batch of plan or CONFIG, or 1024.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(metavar="CONFIG.toml", help=RUN_CONFIG_HELP)] = None,
     overrides: Overrides = None,
     costs: Annotated[Path | None, typer.Option(metavar="COSTS.toml", help=COSTS_HELP)] = None,
@@ -104,7 +107,7 @@ def fleet(
         file,
         config,
         model,
-        overrides or [],
+        [*(overrides or []), *([f"train.batch={batch}"] if batch else [])],
         hours=hours,
         seed=seed,
         plot=plot or (),

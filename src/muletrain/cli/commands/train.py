@@ -28,6 +28,15 @@ from muletrain.cli.options import (
 from muletrain.policy.chaos import HELP as CHAOS_HELP
 from muletrain.runs.join.ticket import read_ticket
 
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Read model and data, print what would be trained, the stages with the memory that they need, and the data; "
+        "start nothing.",
+    ),
+]
+
 
 def run(
     config: ConfigFile = None,
@@ -43,6 +52,7 @@ def run(
     metrics: MetricsAddress = None,
     dashboard: DashboardPort = None,
     dashboard_host: DashboardHost = LOOPBACK,
+    dry_run: DryRun = False,
     json: JsonLines = False,
     verbose: Verbose = False,
 ) -> None:
@@ -52,9 +62,13 @@ def run(
     second Ctrl-C ends it at once."""
     from muletrain.cli.actions.dashboard import board_of
     from muletrain.cli.actions.opening import Wanted
+    from muletrain.cli.actions.train import dry_run as show
     from muletrain.cli.actions.train import run_local
 
     wanted = Wanted(config, overrides or [], resume, plan, strategy)
+    if dry_run:
+        show(wanted, "run", json=json, chaos=chaos, seed=seed or 0)
+        return
     run_local(
         wanted,
         json=json,
@@ -101,6 +115,7 @@ def start(
     metrics: MetricsAddress = None,
     dashboard: DashboardPort = None,
     dashboard_host: DashboardHost = LOOPBACK,
+    dry_run: DryRun = False,
     json: JsonLines = False,
     verbose: Verbose = False,
 ) -> None:
@@ -110,12 +125,16 @@ def start(
     Ctrl-C writes a checkpoint and ends the run."""
     from muletrain.cli.actions.dashboard import board_of
     from muletrain.cli.actions.opening import Wanted
+    from muletrain.cli.actions.train import dry_run as show
     from muletrain.cli.actions.train import start_run
     from muletrain.runs.own_peers import Listening
 
     overrides = [*(overrides or []), *(["data.share=true"] if share_data else [])]
     listening = Listening(listen, port, tuple(announce or ()))
     wanted = Wanted(config, overrides, resume, plan, strategy)
+    if dry_run:
+        show(wanted, "start", json=json)
+        return
     start_run(
         wanted,
         listening=listening,

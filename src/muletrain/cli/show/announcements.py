@@ -56,7 +56,7 @@ class Announcements:
     def _members(self, peers: Sequence[Announced]) -> Iterator[ev.Event]:
         for p in peers:
             known = self._serving.get(p.id)
-            back = p.id in self._silent and state_of(p, peers) == "serving"
+            back = p.id in self._silent and state_of(p, peers) != "suspected"
             if known is None or known.stage != p.stage or back:
                 yield _joined(p)
         for p in self._serving.values():

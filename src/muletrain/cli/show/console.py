@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import threading
 import time
@@ -17,14 +18,14 @@ from muletrain import events as ev
 from muletrain.cli.show.final_report import final_report
 from muletrain.cli.show.measured_fleet import fleet_tables
 from muletrain.cli.show.screen import plain_line, status
-from muletrain.cli.show.summary import example, summary_table
+from muletrain.cli.show.summary import Example, summary_table
 from muletrain.runs.measure.quality import Quality
 from muletrain.runs.session import Silent
 from muletrain.runs.view import RunView
 from muletrain.units import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 __all__ = [
     "JsonConsole",
@@ -38,6 +39,8 @@ __all__ = [
     "status",
 ]
 
+PADDING = re.compile(r" +$", re.MULTILINE)
+"""Blanks by which tables fill their lines: of no use in a pipe or a file."""
 PLAIN_WIDTH = 120
 """Width of tables in a pipe or a file [columns]."""
 
@@ -51,6 +54,10 @@ class SafeConsole(Console):
                 yield segment
             else:
                 yield Segment(printable(segment.text, lines=True), segment.style)
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        text = super()._render_buffer(buffer)
+        return text if self.is_terminal else PADDING.sub("", text)
 
 
 def make_console(file: TextIO | None = None) -> Console:
@@ -119,7 +126,7 @@ class LiveConsole(Silent):
         if isinstance(event, ev.RunPrepared):
             self.console.print(summary_table(event))
             for found in event.examples if self.console.is_terminal or self.console.is_jupyter else ():
-                self.console.print(example(found))
+                self.console.print(Example(found))
         if self._live is None and isinstance(event, ev.StepDone) and self._now() >= self._next_line:
             self._print_line()
 

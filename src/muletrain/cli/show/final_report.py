@@ -74,11 +74,11 @@ def _lines(
     """Result, speed, trouble, files and next commands, a line each. No line is broken, so that paths and commands can be
     copied."""
     none = [] if "checkpoint" in paths else ["there is no checkpoint to go on from"]
-    trouble = _trouble(view)
+    trouble, since = _trouble(view), f"{_since(view).strip()}: " if _since(view) else ""
     told = (
         ("result", [_result(view, evaluation)], "bold"),
         ("speed", [_speed(view)], ""),
-        ("trouble", ["; ".join(trouble) or "none"], "yellow" if trouble else ""),
+        ("trouble", [f"{since}{'; '.join(trouble) or 'none'}"], "yellow" if trouble else ""),
         ("files", [_files(paths)] if paths else [], ""),
         ("next", commands or none, ""),
     )
@@ -106,7 +106,8 @@ def _speed(view: RunView) -> str:
     reason = f" ({view.finished.reason})" if view.finished and view.finished.reason else ""
     speed = f"{view.pace.tokens / view.pace.seconds:,.0f} tokens/s" if view.pace.seconds else "no step was completed"
     steps = f"{view.step} of {plural(view.steps, 'step')}"
-    return f"{steps}, {view.pace.tokens:,} tokens in {format_duration(view.pace.seconds)}: {speed}{reason}"
+    before = "" if math.isnan(view.prepared_s) else f"; prepared in {format_duration(view.prepared_s)}"
+    return f"{steps}, {view.pace.tokens:,} tokens in {format_duration(view.pace.seconds)}: {speed}{reason}{before}"
 
 
 def _trouble(view: RunView) -> list[str]:
@@ -188,9 +189,9 @@ def _work(view: RunView) -> RenderableType:
     kinds = {f"{peer.device} {peer.precision}" for peer in view.peers.values()}
     alike = len(kinds) == 1
     table = new_table(
-        f"Peers{_since(view)} ({escape(kinds.pop())})" if alike else f"Peers{_since(view)}",
+        f"Peers{_since(view)}{f' ({escape(kinds.pop())})' if alike else ''}: microbatches, speed, shares of time",
         ["stage", "peer", *([] if alike else ["device"])],
-        ["micro-\nbatches", "re-\ncomputed", "tokens/s", "compute", "aver-\naging", "update", "idle"],
+        ["done", "again", "tokens/s", "compute", "averaging", "update", "idle"],
     )
     for stage, peers in view.stages().items():
         for peer in peers:
@@ -200,7 +201,7 @@ def _work(view: RunView) -> RenderableType:
 
 
 def _since(view: RunView) -> str:
-    """The beginning of the tables' counts, if the run was resumed: the summary counts all steps."""
+    """The beginning of the counts of trouble, work and bytes, if the run was resumed; steps and speed count all."""
     first = view.started.first_step if view.started else 0
     return f" since step {first}" if first else ""
 
@@ -233,7 +234,7 @@ def _swapped(view: RunView) -> RenderableType:
     table = new_table(
         "Swapped stages",
         ["stage", "peer"],
-        ["parts", "loads", "loaded", "micro-\nbatches\na pass", "waits for\nweights"],
+        ["parts", "loads", "loaded", "microbatches a pass", "waits for it"],
     )
     for stage, peers in view.stages().items():
         for p in (p for p in peers if p.rounds):

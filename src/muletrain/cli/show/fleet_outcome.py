@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from muletrain.cli.show.console import say
 from muletrain.cli.show.pictures import counted, headline, write
+from muletrain.cli.show.plan_tables import kind_of
 from muletrain.cli.show.tables import new_table
 from muletrain.sim.fleet.advice import WORTH
 from muletrain.sim.setting import mixed, seated
@@ -48,7 +49,7 @@ SEVERE = ("stage lost", "stepped back", "gave up")
 def say_run(
     console: Console, fleet: Fleet, run: RunConfig, spec: Model, scene: Setting, outcome: Outcome, hours: float
 ) -> None:
-    kinds = ", ".join(f"{k.count} x {k.device} in {k.region}" for k in scene.kinds)
+    kinds = ", ".join(kind_of(k.name, k.count, k.device, k.region) for k in scene.kinds)
     name = run.model.preset or "model"
     console.print(f"[bold]{escape(fleet.name)}[/bold]: {escape(kinds)}")
     console.print(
@@ -129,7 +130,8 @@ def results(scene: Setting, outcome: Outcome) -> Table:
     if not math.isnan(median_s):
         recovery = f"median {format_duration(median_s)}, longest {format_duration(longest_s)}"
     if outcome.not_recovered:
-        recovery = "; ".join([*([recovery] if outcome.recoveries_s else []), "not yet recovered at the end"])
+        less = "since the last loss the machines are less busy than before it"
+        recovery = "; ".join([*([recovery] if outcome.recoveries_s else []), less])
     each = f"{format_duration(3600 * outcome.hours / outcome.steps)} each" if outcome.steps else "none was completed"
     came_or_went = {what: n for what, n in outcome.events.items() if what != "moved"}
     happened = ", ".join(f"{n} {what}" for what, n in came_or_went.items()) or "none came or went"

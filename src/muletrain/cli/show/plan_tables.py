@@ -33,10 +33,7 @@ LINKS = 6
 
 def tell(console: Console, plan: Plan, fleet: Fleet) -> None:
     """Print the whole plan."""
-    counts = Counter[str]()
-    for m in fleet.machines:
-        counts[f"{m.device or m.name} in {m.region}"] += m.count
-    kinds = ", ".join(f"{n} x {kind}" for kind, n in counts.items())
+    kinds = ", ".join(kind_of(m.name, m.count, m.device, m.region) for m in fleet.machines)
     say(console, f"[bold]{escape(plan.fleet)}[/bold]: {escape(kinds)}")
     console.print(
         f"{plan.model} ({format_count(plan.params)} parameters), {plan.batch} sequences of {plan.context} tokens per step\n"
@@ -69,6 +66,17 @@ def tell(console: Console, plan: Plan, fleet: Fleet) -> None:
         say(console, f"no strategy is recommended: {plan.why}")
     for note in _notes(plan, fleet):
         say(console, escape(note))
+
+
+def kind_of(name: str, count: int, device: str | None, region: str) -> str:
+    """A kind of machine, with the name that the other tables use: '20 x spot-east (T4 in virginia)'."""
+    about = f"{device} in {region}" if device else f"in {region}"
+    return f"{several(name, count)} ({about})"
+
+
+def several(name: str, count: int) -> str:
+    """'20 x spot-east', or 'desk'."""
+    return name if count == 1 else f"{count} x {name}"
 
 
 def _say_limit(console: Console, plan: Plan, chosen: Prediction) -> None:
@@ -232,10 +240,8 @@ def _layout(p: Prediction, fleet: Fleet) -> Table:
     entries = entry_of(fleet)
     table = new_table("placement", ["stage", "layers", "machines"])
     for n, stage in enumerate(p.stages):
-        counts = Counter(
-            (entries[name].region, entries[name].device or entries[name].name) for name in set(stage.machines)
-        )
-        who = ", ".join(f"{count} x {device} in {region}" for (region, device), count in sorted(counts.items()))
+        counts = Counter(entries[name].name for name in set(stage.machines))
+        who = ", ".join(several(m.name, counts[m.name]) for m in fleet.machines if m.name in counts)
         first, end = stage.layers
         table.add_row(str(n), f"{first} to {end - 1}" if end - first > 1 else str(first), escape(who))
     return table

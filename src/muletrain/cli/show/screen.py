@@ -14,7 +14,7 @@ from muletrain.cli.show.tables import new_table
 from muletrain.units import format_bytes, format_duration, plural, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
@@ -23,12 +23,9 @@ if TYPE_CHECKING:
 
 LINES = 24
 """Most lines of the screen; fewer on a lower terminal."""
-WIDE = 110
-"""Columns from which the table of peers also has devices, steps and bytes."""
-NARROW = 70
-"""Columns below which the tables have neither bars nor microbatches."""
 BAR, WIDE_BAR = 10, 24
-"""Columns of a bar in the table."""
+"""Columns of a bar in the table. The first table that fits is drawn: with a wide bar, and also devices, steps and bytes
+of peers; with a bar; with neither bars nor microbatches, and cut names if need be."""
 LONG_BAR = 80
 """Most columns of the bar of progress."""
 RECENT_S = 300.0
@@ -85,7 +82,7 @@ class Screen:
         if view.peers:
             taken = sum(max(1, -(-len(text) // width)) for text in (*above, *below))
             room = min(LINES, console.height) - taken
-            table = [self.table(max(room, 3), width)]
+            table = [self.table(max(room, 3), lambda t: console.measure(t, options=options).maximum < width)]
         return [*above, *table, *below]
 
     def _progress(self, width: int) -> Iterator[Text]:
@@ -108,7 +105,7 @@ class Screen:
             yield Text("this machine's peers; 'muletrain status' shows all", style="dim")
         if view.missing:
             more = f" and {n} more" if (n := len(view.missing) - LISTED) > 0 else ""
-            yield Text(f"waiting: {', '.join(view.missing[:LISTED])}{more}", style="yellow")
+            yield Text(f"waiting: {'; '.join(view.missing[:LISTED])}{more}", style="yellow")
         for stage, lost in list(self._lost().items())[:2]:
             names = ", ".join(p.name for p in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
             plainly = "does not answer" if lost[0].state == "suspected" else "is gone"
@@ -127,11 +124,11 @@ class Screen:
 
     def _recently(self, peer: PeerView) -> bool:
         now = self._view.pace.end_s if self._now is None else self._now
-        return peer.lost and (not math.isfinite(now) or now - peer.suspected_at < RECENT_S)
+        return peer.lost and peer.state != "replaced" and (not math.isfinite(now) or now - peer.suspected_at < RECENT_S)
 
-    def table(self, room: int, width: int = WIDE) -> Table:
-        """The stages in at most ``room`` lines: with a line for each peer if they fit, else with one for each stage."""
-        bar = WIDE_BAR if width >= WIDE else BAR if width >= NARROW else 0
+    def table(self, room: int, fits: Callable[[Table], bool] = lambda table: True) -> Table:
+        """The stages in at most ``room`` lines: with a line for each peer if they fit, else with one for each stage.
+        ``fits``: whether a table is narrow enough."""
         present = self._view.stages(present=True)
         peers = {
             stage: [
@@ -142,9 +139,12 @@ class Screen:
         }
         listed = sum(max(1, len(of_stage)) for of_stage in peers.values())
         gone = self._view.gone() - sum(len(peers[s]) - len(present.get(s, ())) for s in peers)
-        if listed + 1 + bool(gone) <= room:
-            return self._by_peer(peers, gone, bar)
-        return self._by_stage(present, room, bar)
+        for bar in (WIDE_BAR, BAR, 0):
+            in_full = listed + 1 + bool(gone) <= room
+            table = self._by_peer(peers, gone, bar) if in_full else self._by_stage(present, room, bar)
+            if fits(table):
+                break
+        return table
 
     def _by_peer(self, peers: dict[int, list[PeerView]], gone: int, bar: int) -> Table:
         wide = bar == WIDE_BAR
@@ -163,13 +163,13 @@ class Screen:
             table.add_row("", "", f"[dim]{gone} gone[/]")
         return table
 
-    def _of_peer(self, peer: PeerView, bar: int) -> list[str]:
+    def _of_peer(self, peer: PeerView, bar: int) -> list[str | Text]:
         wide = bar == WIDE_BAR
         state = f"[{STYLES.get(peer.state, 'default')}]{'gone' if peer.state == 'ended' else peer.state}[/]"
         more = [escape(f"{peer.device} {peer.precision}"), "trainer" if peer.trainer else ""] if wide else []
         work = [f"{peer.microbatches:,}", self._tokens_per_s([peer])][-len(_numbers(bar)) :]
         moved = [str(peer.step), format_bytes(peer.sent_bytes())] if wide else []
-        return [escape(peer.name), state, *more, *work, *moved]
+        return [_cut(escape(peer.name)), state, *more, *work, *moved]
 
     def _by_stage(self, peers: dict[int, list[PeerView]], room: int, bar: int) -> Table:
         """The stages with the fewest peers, if there is no room for all."""
@@ -186,7 +186,7 @@ class Screen:
             words = ", ".join(f"[{STYLES.get(s, 'default')}]{n} {s}[/]" for s, n in states.most_common())
             work = [f"{sum(p.microbatches for p in of_stage):,}", self._tokens_per_s(of_stage)][-len(_numbers(bar)) :]
             words = words or "[bold red]no peer[/]"
-            table.add_row(str(stage), self._load(of_stage, bar), str(len(of_stage)), words, *work)
+            table.add_row(str(stage), self._load(of_stage, bar), str(len(of_stage)), _cut(words), *work)
         if len(few) < len(peers):
             table.add_row("", "", "", f"[dim]{len(peers) - len(few)} more, with more peers[/]")
         return table
@@ -217,9 +217,14 @@ def _numbers(bar: int) -> tuple[str, ...]:
 
 def _one_line(table: Table) -> None:
     for column in table.columns:
-        column.no_wrap, column.overflow = True, "ellipsis"
-        if column.header not in ("peer", "states"):  # these two give way
-            column.min_width = len(str(column.header))
+        column.no_wrap = column.header not in ("peer", "states")  # rich narrows these two (``_cut``), and no other
+
+
+def _cut(markup: str) -> Text:
+    """A cell that stays one line, however narrow."""
+    text = Text.from_markup(markup, overflow="ellipsis")
+    text.no_wrap = True
+    return text
 
 
 def _bar(share: float, width: int, ascii_only: bool, style: str) -> Text:
@@ -282,4 +287,6 @@ def _loss(view: RunView) -> str:
 
 def _speed(view: RunView, now: float | None) -> str:
     tokens_per_s = view.pace.tokens_per_s(now)
-    return f"{'?' if math.isnan(tokens_per_s) else f'{tokens_per_s:,.0f}'} tokens/s"
+    if math.isnan(tokens_per_s):
+        return "? tokens/s"
+    return f"{tokens_per_s:,.0f} tokens/s over {plural(view.pace.measured, 'step')}"

@@ -42,13 +42,13 @@ def status_of(
     if unheard:
         names = ", ".join(f"{m.name} (stage {m.stage})" for m in unheard)
         hint = Text(
-            f"serving, but without an announcement that counts: {names}; such a machine's clock, or this one's, may be off by more "
+            f"in the run, but without an announcement that counts: {names}; such a machine's clock, or this one's, may be off by more "
             f"than {HOLDS_S:.0f} s",
             style="yellow",
         )
         return Group(hint, status_of(peers, missing, verbose=verbose)) if peers else hint
     if not peers:
-        waits = f"training has not started; waiting for: {', '.join(missing)}"
+        waits = f"training has not started: {'; '.join(missing)}"
         return Text(waits if missing else "no peer has announced itself: the run has just started or ended; try again")
     at = furthest(peers)
     figures = [f"step {at.step} of {at.steps}"]
@@ -72,7 +72,7 @@ def gone(peers: Sequence[Announced]) -> list[Down]:
 def state_of(peer: Announced, peers: Sequence[Announced]) -> str:
     """'suspected': the furthest member gets no answer, or the announcement is stale."""
     silent = peer.age_s > FRESH_S or peer.id in {d.id for d in furthest(peers).down}
-    return "suspected" if silent else "serving"
+    return "suspected" if silent else "training"
 
 
 def _table(peers: Sequence[Announced], at: Announced) -> Table:

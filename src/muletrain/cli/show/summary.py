@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from muletrain.units import format_count, plural, printable
+from muletrain.cli.show.tables import new_table
+from muletrain.units import format_count, format_memory, plural, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from rich.console import Console, ConsoleOptions
+
+    from muletrain.compute.estimate import Offer
     from muletrain.events import RunPrepared
+    from muletrain.runs.assemble import RunFacts
 
 LEARNED, READ = "green", "dim"
+MARKS = ("[[", "]]")
 
 
 def summary_table(e: RunPrepared) -> Table:
@@ -28,26 +34,53 @@ def summary_table(e: RunPrepared) -> Table:
     return table
 
 
-def example(found: Sequence[str]) -> Text:
-    """A document in the form that the model reads (``data.shown``). The learned text is in colour."""
-    place, *pieces = found
-    text = Text(f"\n{printable(place)}\n", style="bold")
-    for number, piece in enumerate(pieces):
-        text.append(printable(piece, lines=True), style=f"not bold {LEARNED if number % 2 else READ}")
-    return text
+def stages_table(facts: RunFacts, offer: Offer) -> Table:
+    """The stages of a run, with what a peer needs for each, and whether one with ``offer`` can serve it."""
+    table = new_table(f"Stages (a peer here may use {offer})", ["stage", "blocks"], ["parameters", "memory"])
+    table.add_column("on this machine")
+    for stage, (need, (first, end)) in enumerate(zip(facts.needs(), facts.cut, strict=True)):
+        fits = "fits" if need.resident(offer) else "fits, swapped" if need.fits(offer) else "too large"
+        size, params = format_memory(need.of_device(offer)), format_count(facts.spec.stage_params(facts.cut, stage))
+        table.add_row(str(stage), f"{first + 1} to {end}", params, size, fits)
+    return table
+
+
+class Example:
+    """A document in the form that the model reads (``data.shown``). The learned text is in colour; without colours,
+    ``MARKS`` enclose it."""
+
+    def __init__(self, found: Sequence[str]) -> None:
+        self._found = found
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        place, *pieces = self._found
+        colours = console.color_system is not None and not console.no_color
+        begin, end = ("", "") if colours else MARKS
+        how = "" if colours else f" (the model learns to write what stands between {begin} and {end})"
+        text = Text(f"\n{printable(place)}{how}\n", style="bold")
+        for number, piece in enumerate(pieces):
+            shown = printable(piece, lines=True)
+            if number % 2:
+                text.append(f"{begin}{shown}{end}", style=f"not bold {LEARNED}")
+            else:
+                text.append(shown, style=f"not bold {READ}")
+        yield text
 
 
 def _data(e: RunPrepared) -> list[str]:
     own = e.documents
     noun = "conversation" if own.get("counted") else "document"
     trained = f"{plural(own['documents'], noun)}, " if own else ""
-    lines = [f"{e.data}: {trained}{e.train:,} {e.unit} to train on"]
+    size, padded = f"{e.train:,} {e.unit} to train on", ""
+    if own.get("counted"):
+        size, padded = f"{own['counted']:,} tokens count towards the loss", " with padding"
+    lines = [f"{e.data}: {trained}{size}"]
+    if padded:
+        share = own["padding"] / (e.train + e.heldout)
+        lines.append(f"in sequences of {e.train:,} tokens together, {share:.0%} of them padding")
     heldout = f"{plural(own['heldout_documents'], noun)}, " if own.get("heldout_documents") else ""
     ends = f", ends of {plural(own['ends'], 'long document')} among them" if own.get("ends") else ""
-    lines.append(f"held out: {heldout}{e.heldout:,} {e.unit}{ends}" if e.heldout else "nothing is held out")
-    if own.get("counted"):
-        share = own["padding"] / (e.train + e.heldout)
-        lines.append(f"{own['counted']:,} tokens count towards the loss; {share:.0%} of the sequences are padding")
+    lines.append(f"held out: {heldout}{e.heldout:,} {e.unit}{padded}{ends}" if e.heldout else "nothing is held out")
     if e.date:
         lines.append(dated(e.date))
     return [*lines, *e.changes]
@@ -69,7 +102,7 @@ def _steps(e: RunPrepared) -> list[str]:
         rate = f"learning rate rises to {last:.3g} at the last step: the warm-up to {e.lr:.3g} takes {plural(e.warmup, 'step')}"
     return [
         f"{done} of {of}, in microbatches of {e.microbatch:,}",
-        f"all steps take {e.taken:,} {e.unit}: {_epochs(e.epochs)} of the data",
+        f"all steps take {e.taken:,} {e.unit}{' with padding' if e.documents.get('counted') else ''}: {_epochs(e.epochs)} of the data",
         f"{e.optimizer}, {rate}",
     ]
 
@@ -80,7 +113,8 @@ def _epochs(count: float) -> str:
 
 def _model(e: RunPrepared) -> list[str]:
     trained = "all trained" if e.trained_params == e.params else f"{format_count(e.trained_params)} of them trained"
-    return [f"{e.model}: {format_count(e.params)} parameters, {trained}", f"first weights: {e.start}"]
+    adapter = [f"adapter (LoRA): {e.adapter}"] if e.adapter else []
+    return [f"{e.model}: {format_count(e.params)} parameters, {trained}", *adapter, f"first weights: {e.start}"]
 
 
 def _where(e: RunPrepared) -> list[str]:

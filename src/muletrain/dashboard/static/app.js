@@ -34,7 +34,7 @@ function render() {
   drawLine(run, store.runs[k], k);
   drawPipeline(run, k);
   drawPeers(run, k, soon);
-  $("stop").hidden = !(run.run.owned && store.steers);
+  $("stop").hidden = !(run.run.stops && store.steers);
 }
 
 function soon() {

@@ -4,7 +4,7 @@ import { color } from "./charts.js";
 import { $, bytes, clock, command, count, duration, el, fill, int, loss, percent, plural } from "./dom.js";
 import { store } from "./store.js";
 
-const SECONDS = [["forward", "forward"], ["backward", "backward"], ["averaging", "averaging"], ["update", "update"], ["wait", "waiting"]];
+const SECONDS = [["forward", "forward"], ["backward", "backward"], ["averaging", "averaging"], ["update", "update"], ["wait", "idle"]];
 
 export function drawHealth(run) {
   const h = run.health;
@@ -47,7 +47,7 @@ export function drawTimes(run) {
         const said = SECONDS.map(([, name], k) => `${name} ${duration(s.seconds[k])}`).join(", ");
         return el("div", { class: "barrow" }, el("span", {}, `Stage ${s.stage}`),
           el("div", { class: "stack", role: "img", "aria-label": said, title: said }, ...SECONDS.map(([kind], k) => el("i", { class: `t-${kind}`, style: { width: `${(100 * (s.seconds[k] ?? 0)) / longest}%` } }))),
-          el("span", { class: "n" }, duration(total)), el("span", { class: "n muted" }, `${percent(s.seconds[4] / total)} waiting`));
+          el("span", { class: "n" }, duration(total)), el("span", { class: "n muted" }, `${percent(s.seconds[4] / total)} idle`));
       })),
       el("p", { class: "muted small" }, "Mean of each stage's peers over about the last five steps.")];
   });

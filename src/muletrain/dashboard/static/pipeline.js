@@ -5,7 +5,7 @@ import { openPeer } from "./peers.js";
 
 const FEW = 4, MANY = 16; // peers of the largest stage up to which they are drawn as cards, and as lines; more are dots
 const LINES = 24; // links between two stages that are drawn, those with the most bytes
-const LABELS = { training: "training", ready: "ready", joining: "joining", silent: "no answer", gone: "gone", finished: "finished" };
+const LABELS = { training: "training", ready: "ready", joining: "joining", silent: "suspected", gone: "gone", finished: "finished" };
 const ORDER = ["training", "ready", "joining", "silent", "gone", "finished"];
 export const label = (peer) => (peer.state === "gone" && peer.why !== "gone" ? peer.why : LABELS[peer.state] ?? peer.state);
 
@@ -20,7 +20,7 @@ export function drawPipeline(run, k) {
   const largest = Math.max(...[...of.values()].map((peers) => peers.length));
   const form = largest > MANY ? "dots" : largest > FEW ? "lines" : "cards";
   const shape = [form, stages.map((s) => [s.stage, form === "dots" || of.get(s.stage).map((p) => p.key)])];
-  $("pipe-about").textContent += form === "dots" ? "; a square is a peer, and a strong colour a high load" : "";
+  $("pipe-about").textContent += form === "dots" ? "; a square is a peer, and a strong colour a busy one" : "";
   host.classList.toggle("few", stages.length <= 4);
   fill(host, [k, shape], () => [svg(), ...stages.map((s) => column(s, of.get(s.stage), k, form))]);
   const [first, second] = stages.map(computing).sort((a, b) => b - a);
@@ -58,7 +58,7 @@ function card(peer, k) {
   const row = (name, value) => el("span", { class: "row" }, el("span", {}, name), value);
   const node = el("button", { type: "button", class: "card", onclick: () => openPeer(k, peer.key) },
     el("span", { class: "name" }, el("span", { class: "clip" }, peer.name), parts.state), parts.device,
-    row("load", parts.busy), el("span", { class: "meter" }, parts.meter), row("microbatches", parts.speed), row("sends", parts.sends), el("span", { class: "row" }, parts.wayname, parts.way));
+    row("busy", parts.busy), el("span", { class: "meter" }, parts.meter), row("microbatches", parts.speed), row("sends", parts.sends), el("span", { class: "row" }, parts.wayname, parts.way));
   node.parts = parts;
   cards.set(`${k}/${peer.key}`, node);
   return node;
@@ -93,7 +93,7 @@ function update(s, peers, k, form, busiest) {
     parts.way.parentNode?.toggleAttribute("hidden", !peer.memory && !peer.params);
     parts.way.textContent = peer.memory ? bytes(peer.memory) : peer.params ? count(peer.params) : "–";
     if (peer.under_way) parts.speed.textContent += ` · ${peer.under_way} under way`;
-    node.title = form === "lines" ? `${peer.name}: ${label(peer)}, ${parts.device.textContent}` : "load: share of the time that the peer did not wait; memory: as its stage needs";
+    node.title = form === "lines" ? `${peer.name}: ${label(peer)}, ${parts.device.textContent}` : "busy: share of the time in which the peer was not idle; memory: as its stage needs";
   }
 }
 
@@ -101,7 +101,7 @@ function dots(s, peers, k) {
   const counts = ORDER.map((state) => [state, s.states[state] ?? 0]).filter(([, n]) => n);
   const words = counts.map(([state, n]) => `${int(n)} ${LABELS[state]}`).join(", ");
   const shades = peers.map((p) => p.state + Math.round(5 * (p.busy ?? 0)));
-  if (fill($(`dots-${s.stage}`), shades, () => peers.map((p) => el("i", { "data-state": p.state, title: `${p.name}: ${label(p)}, load ${percent(p.busy)}`, style: { "--load": String(p.busy ?? 0) } }))))
+  if (fill($(`dots-${s.stage}`), shades, () => peers.map((p) => el("i", { "data-state": p.state, title: `${p.name}: ${label(p)}, busy ${percent(p.busy)}`, style: { "--load": String(p.busy ?? 0) } }))))
     $(`dots-${s.stage}`).setAttribute("aria-label", `Stage ${s.stage}: ${words}`);
   fill($(`states-${s.stage}`), counts, () => counts.map(([state, n]) => el("li", { "data-state": state }, el("b", {}, int(n)), ` ${LABELS[state]}`)));
   const working = peers.filter((p) => p.state === "training" && p.per_s !== null);
@@ -110,7 +110,7 @@ function dots(s, peers, k) {
   const entry = (p, text) => el("button", { type: "button", class: "entry", onclick: () => openPeer(k, p.key) }, el("span", { class: "clip" }, p.name), el("b", {}, text));
   fill($(`notable-${s.stage}`), [slow, loaded].map((l) => l.map((p) => [p.key, p.per_s, p.busy])), () => [
     slow.length ? el("p", { class: "muted small" }, "slowest") : null, ...slow.map((p) => entry(p, perSecond(p.per_s))),
-    loaded.length ? el("p", { class: "muted small" }, "most loaded") : null, ...loaded.map((p) => entry(p, percent(p.busy)))]);
+    loaded.length ? el("p", { class: "muted small" }, "busiest") : null, ...loaded.map((p) => entry(p, percent(p.busy)))]);
 }
 
 /** A line for each link to the next stage; the dots on it move at a speed that follows the bytes. */

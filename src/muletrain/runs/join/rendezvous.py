@@ -168,12 +168,13 @@ class Rendezvous:
         ready = [g for g in self._guests.values() if g.ready is not None]
         unserved = [s for s in range(self.seating.stages) if not any(g.welcome.stage == s for g in ready)]
         lacking = [f"stage {s} has no peer ({self._need(s)})" for s in unserved]
-        if (more := self.expected - len(ready)) > len(unserved):
-            lacking.append(f"{more} more of {self.expected} peers")
-        if building := [g.welcome.name for g in self._guests.values() if g.ready is None]:
-            lacking.append(f"{', '.join(building)} preparing")  # a member must be able to serve from step 0 on
-        if not any(g.trains for g in ready):
-            lacking.append("a peer with the data (trainer)")
+        building = [g.welcome.name for g in self._guests.values() if g.ready is None]  # members serve from step 0 on
+        more = self.expected - len(ready)
+        if building or more > len(unserved):
+            counted = [f"{len(ready)} of {self.expected} peers ready"] if more > 0 else []
+            lacking.append(", ".join([*counted, *([f"{' and '.join(building)} preparing"] if building else [])]))
+        if not building and not any(g.trains for g in ready):
+            lacking.append("no peer has the data (join --data PATH)")
         return lacking
 
     def _need(self, stage: int) -> str:

@@ -286,7 +286,9 @@ class FailureDetector:
         data to become useful again."""
         self.clear(peer)
         if self._peer.roster.mark_dead(peer, declines=declines):
-            self._peer.emit(PeerDown(peer_id=peer, reason=reason, name=self._peer.roster.name(peer)))
+            name, own = self._peer.roster.name(peer), self._peer.roster.own.name
+            told = "this peer has taken over its name" if name == own else reason  # how to reach it helps nobody
+            self._peer.emit(PeerDown(peer_id=peer, reason=told, name=name))
             self.give_up(peer, reason)
             if not reached:
                 self._peer.net.give_up(peer)

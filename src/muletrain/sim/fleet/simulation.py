@@ -27,8 +27,10 @@ EXAMPLE = Path(__file__).parent / "fleets" / "spot-t4.toml"
 
 
 def weather(churn: Churn, folder: Path) -> Weather:
-    """Read a fleet file's churn. ``folder``: the file's, to which a trace's path is relative. Raises DataError with
-    the trace's line."""
+    """Read a fleet file's churn; ``Weather()``: no machine ever leaves. ``folder``: the file's, to which a trace's path is
+    relative. Raises DataError with the trace's line."""
+    if churn.trace is None and not churn.leave_per_hour and not churn.bursts_per_hour:
+        return Weather()
     trace = () if churn.trace is None else read_trace(TRACE_A if churn.trace == "a" else folder / churn.trace)
     return Weather(
         trace=trace,

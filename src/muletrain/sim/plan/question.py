@@ -159,10 +159,14 @@ class Question:
         )
 
     def asking(self, strategy: Listed) -> Question:
-        """The same question about a run with ``strategy``, whose clients, if any, are the unreliable machines."""
+        """The same question about a run with ``strategy``, whose clients, if any, are the unreliable machines. A swapped
+        model has no second copy of its weights, so such a run does without delayed updates."""
         if strategy.ask is None:
             return self
-        return replace(self, run=strategy.ask(self.run, sum(not peer.reliable for peer in self.fleet.peers())))
+        run = strategy.ask(self.run, sum(not peer.reliable for peer in self.fleet.peers()))
+        if run.swap.whole:
+            run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"delayed": False})})
+        return replace(self, run=run)
 
     def once_mixed(self, setting: Setting, serving: Sequence[Sequence[int]]) -> Question:
         """See ``setting.once_mixed``."""

@@ -45,9 +45,11 @@ def predict(question: Question, least: float = 0.0) -> Prediction:
         if machine.name in used and not need.resident(asked.offer(machine.name))
     ]
     most = max(swapped, key=lambda s: len(s.runs), default=None)
+    late = ("with optimizer.delayed=false, which this strategy needs",) if question.run.optimizer.delayed else ()
     return found.model_copy(
         update={
             "strategy": "swap",
+            "notes": (*late, *found.notes),
             "swapped": () if most is None else most.runs,
             "accumulate": 1 if most is None else most.minibatches,
         }
