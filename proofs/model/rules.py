@@ -1,0 +1,332 @@
+"""The rules by which peers agree on a step: pure functions of the rows that a peer knows.
+
+A row is what a peer says of itself; only its owner writes it, and a higher version replaces a lower one. ``decide``
+returns what a peer does now. It knows no clock: ``patient`` says that one usual round has passed since the last news.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import combinations
+from typing import NamedTuple
+
+RULES = {
+    "reach": "voters are the replicas that the judge reaches over rows of peers that hear each other",
+    "majority": "a round counts at once only with the votes of more than half of the voters",
+    "patience": "without a majority, peers wait for one usual round after the last news",
+    "all voted": "without a majority, a round counts only once all voters have voted",
+    "preferred": "of several rounds, most votes count, then the lower ballot, then the lower id",
+    "applied first": "a peer that learns of an applied record takes that record",
+    "one vote": "a vote never changes",
+    "adopt": "no peer proposes a new round while it reaches a holder of one",
+    "finish or fail": "a member that reduces joins and takes nothing else before that ends",
+    "named seals": "a member reduces only the round that names its own present seal",
+    "seal closes": "a sealed accumulator takes in nothing that no proposal needs",
+    "new number": "another set has another seal number",
+    "rising ballots": "a member joins no ballot at or below the last that it joined",
+    "mutual": "members of a round hear each other",
+    "larger company": "of two companies the larger proposes, then the one with the lower first member",
+    "look first": "a peer that stood still or came back syncs before it does anything else",
+    "new incarnation": "a peer that restarted has a new incarnation, which voids what the one before said",
+    "joining": "a peer that restarted votes and trains only after the next record",
+}
+"""Each rule of the model, by the name that switches it off."""
+ALL = frozenset(RULES)
+
+Sealed = tuple[int, int, int, int]
+"""Peer, incarnation, seal number, and set of microbatches as a bitmap."""
+
+
+class Round(NamedTuple):
+    """A reduction of one stage's gradient. All fields are its id. ``chosen``: bitmap of the members whose sets count."""
+
+    ballot: int
+    members: tuple[Sealed, ...]
+    chosen: int
+
+
+class Proposal(NamedTuple):
+    """A ballot above 0: ``round`` names the seals that it is computed from; ``needs``: microbatches missing from it."""
+
+    round: Round
+    needs: int
+
+
+class Row(NamedTuple):
+    """What a peer says of itself. Sets of peers and of microbatches are bitmaps."""
+
+    version: tuple[int, int]
+    """Incarnation, and changes since it began."""
+    hears: int
+    accumulated: int
+    trains: bool = True
+    seal: tuple[int, int] | None = None
+    """Number and set."""
+    proposal: Proposal | None = None
+    holds: tuple[Round, ...] = ()
+    vote: Round | None = None
+    applied: tuple[Round, ...] | None = None
+    """The applied record: a round of each stage."""
+
+    @property
+    def open(self) -> bool:
+        return self.trains and self.seal is None
+
+
+class Run(NamedTuple):
+    """Facts that all peers share. ``stage_of``: by peer. ``microbatches``: of the step; ``max_ballot``: bound of the
+    exploration."""
+
+    stage_of: tuple[int, ...]
+    microbatches: int
+    max_ballot: int
+    rules: frozenset[str] = ALL
+
+    @property
+    def full(self) -> int:
+        return (1 << self.microbatches) - 1
+
+    def replicas(self, stage: int) -> list[int]:
+        return [p for p, s in enumerate(self.stage_of) if s == stage]
+
+
+class Action(NamedTuple):
+    """``kind``: wait, accumulate, seal, propose, reduce, take or apply. ``what``: microbatch, proposal, round or record."""
+
+    kind: str
+    what: object = None
+    why: str = ""
+
+
+WAIT = Action("wait")
+Rows = tuple[Row, ...]
+
+
+def reached(run: Run, rows: Rows, me: int) -> int:
+    """Returns the peers that ``me`` reaches, as a bitmap: ``me``, peers that it hears, peers that these hear, and so on.
+
+    Rows of dead peers are not asked: nobody alive hears their owners. Without the rule, every row is asked."""
+    if "reach" not in run.rules:
+        heard = 1 << me
+        for row in rows:
+            heard |= row.hears
+        return heard
+    found, todo = 1 << me, [me]
+    while todo:
+        new = rows[todo.pop()].hears & ~found
+        found |= new
+        todo += members(new)
+    return found
+
+
+def members(bitmap: int) -> list[int]:
+    return [p for p in range(bitmap.bit_length()) if bitmap >> p & 1]
+
+
+def votes(run: Run, rows: Rows, me: int, stage: int) -> tuple[int, dict[Round, int]]:
+    """Returns the number of voters of ``stage``, and the votes for each round."""
+    live = reached(run, rows, me)
+    voters = [p for p in run.replicas(stage) if live >> p & 1 and rows[p].trains]
+    found: dict[Round, int] = defaultdict(int)
+    for p in voters:
+        if (vote := rows[p].vote) is not None:
+            found[vote] += 1
+    return len(voters), found
+
+
+def preferred(run: Run, found: dict[Round, int]) -> Round:
+    """Most votes, then the lower ballot, then the lower id."""
+    if "preferred" not in run.rules:
+        return max(found)
+    return min(found, key=lambda r: (-found[r], r))
+
+
+def counting(run: Run, rows: Rows, me: int, stage: int, *, patient: bool) -> Round | None:
+    """The round of ``stage`` that counts."""
+    voters, found = votes(run, rows, me, stage)
+    if not found:
+        return None
+    best = preferred(run, found)
+    needed = 2 * found[best] > voters if "majority" in run.rules else True
+    if needed:
+        return best
+    complete = sum(found.values()) == voters if "all voted" in run.rules else 2 * found[best] >= voters
+    return best if complete and (patient or "patience" not in run.rules) else None
+
+
+def record(run: Run, rows: Rows, me: int, *, patient: bool) -> tuple[Round, ...] | None:
+    """The record that ``me`` applies: one that a peer in reach applied, else the rounds of all stages that count."""
+    live = reached(run, rows, me)
+    applied = [row.applied for p, row in enumerate(rows) if live >> p & 1 and row.applied]
+    if applied and "applied first" in run.rules:
+        return min(applied)
+    rounds = [counting(run, rows, me, stage, patient=patient) for stage in range(max(run.stage_of) + 1)]
+    return tuple(r for r in rounds if r is not None) if None not in rounds else None
+
+
+def cover(sealed: tuple[Sealed, ...]) -> tuple[int, int]:
+    """Returns the members whose disjoint sets cover most microbatches, as a bitmap, and these microbatches. Of equal
+    choices, most members, then the lower ones. (``policy.cover`` does this for many members.)"""
+    best = (0, 0, 0)
+    for size in range(1, len(sealed) + 1):
+        for some in combinations(sealed, size):
+            covered = 0
+            for *_, accumulated in some:
+                if covered & accumulated:
+                    break
+                covered |= accumulated
+            else:
+                best = min(best, (-covered.bit_count(), -size, sum(1 << peer for peer, *_ in some)))
+                if best[2] == sum(1 << peer for peer, *_ in some):
+                    union = covered
+    return (best[2], union) if best[2] else (0, 0)
+
+
+def company(run: Run, rows: Rows, me: int) -> int:
+    """The replicas of ``me``'s stage that go on together, as a bitmap: the largest set of training replicas in reach
+    that all hear each other, then the one with the lowest members."""
+    live = reached(run, rows, me)
+    able = [p for p in run.replicas(run.stage_of[me]) if live >> p & 1 and rows[p].trains]
+    if "mutual" not in run.rules:
+        return sum(1 << p for p in able if p == me or rows[me].hears >> p & 1)
+    for size in range(len(able), 0, -1):
+        for some in combinations(able, size):
+            if "larger company" not in run.rules and me not in some:
+                continue
+            if all(rows[a].hears >> b & 1 and rows[b].hears >> a & 1 for a, b in combinations(some, 2)):
+                return sum(1 << p for p in some)
+    return 1 << me
+
+
+def named(rows: Rows, peers: int) -> tuple[Sealed, ...] | None:
+    """The present seals of ``peers``; None while one has none."""
+    found = []
+    for p in members(peers):
+        if (seal := rows[p].seal) is None:
+            return None
+        found.append((p, rows[p].version[0], *seal))
+    return tuple(found)
+
+
+def first_round(run: Run, rows: Rows, me: int) -> Round | None:
+    """The round of ballot 0, which nobody proposes: all replicas that ``me`` hears, which all hear the same replicas."""
+    own = rows[me]
+    stage = sum(1 << p for p in run.replicas(run.stage_of[me]) if own.hears >> p & 1 and rows[p].trains) | 1 << me
+    everyone = sum(1 << p for p in run.replicas(run.stage_of[me]))
+    if any((rows[p].hears | 1 << p) & everyone != (own.hears | 1 << me) & everyone for p in members(stage)):
+        return None
+    sealed = named(rows, stage)
+    if sealed is None:
+        return None
+    chosen, covered = cover(sealed)
+    return Round(0, sealed, chosen) if covered == run.full else None
+
+
+def current(run: Run, rows: Rows, me: int) -> Proposal | None:
+    """The highest proposal in reach. Of one ballot, that of the lower peer."""
+    live = reached(run, rows, me)
+    same = [p for p in run.replicas(run.stage_of[me]) if live >> p & 1]
+    found = [(-proposal.round.ballot, p) for p in same if (proposal := rows[p].proposal) is not None]
+    return rows[min(found)[1]].proposal if found else None
+
+
+def names(round_: Round, peer: int) -> Sealed | None:
+    """The seal of ``peer`` that the round names."""
+    return next((s for s in round_.members if s[0] == peer), None)
+
+
+def proposed(run: Run, rows: Rows, me: int, ballot: int, peers: int) -> Proposal | None:
+    """``me``'s proposal of a ballot for ``peers``."""
+    sealed = named(rows, peers)
+    if sealed is None:
+        return None
+    chosen, covered = cover(sealed)
+    return Proposal(Round(ballot, sealed, chosen), run.full & ~covered)
+
+
+class Reducing(NamedTuple):
+    """A peer's part in reductions, which no row shows. ``now``: the round; ``last``: the highest ballot joined so far."""
+
+    now: Round | None = None
+    last: int = -1
+
+
+def decide(run: Run, rows: Rows, me: int, reducing: Reducing, *, patient: bool) -> Action:
+    """What ``me`` does now. ``rows``: by peer, as ``me`` knows them."""
+    own, stage = rows[me], run.stage_of[me]
+    if own.applied is not None:
+        return WAIT
+    if (found := record(run, rows, me, patient=patient)) is not None:
+        return Action("apply", found)
+    if not own.trains:
+        return WAIT
+    busy = reducing.now is not None and "finish or fail" in run.rules
+    live = reached(run, rows, me)
+    held: dict[Round, int] = defaultdict(int)
+    for p in run.replicas(stage):
+        if live >> p & 1 and rows[p].trains:
+            for r in rows[p].holds:
+                held[r] += rows[p].vote == r
+    if own.vote is not None and "one vote" not in run.rules:
+        best = preferred(run, held)
+        return Action("take", best) if best != own.vote and not busy else WAIT
+    if own.vote is None and held and not busy and "adopt" in run.rules:
+        return Action("take", preferred(run, held))
+    if own.vote is not None and "adopt" in run.rules or busy:
+        return WAIT
+    proposal = current(run, rows, me)
+    if (action := _accumulate(run, rows, me, proposal)) is not None:
+        return action
+    if own.seal is None:
+        covered = 0
+        for p in run.replicas(stage):
+            if live >> p & 1:
+                covered |= rows[p].accumulated
+        return Action("seal") if covered == run.full else WAIT
+    if proposal is not None and proposal == own.proposal:  # brought up to date by its proposer, until nothing is needed
+        better = proposed(run, rows, me, proposal.round.ballot, sum(1 << p for p, *_ in proposal.round.members))
+        if proposal.needs and better is not None and better != proposal:
+            return Action("propose", better)
+    target = first_round(run, rows, me) if proposal is None else (proposal.round if not proposal.needs else None)
+    if target is not None and _may_join(run, own, me, reducing, target):
+        return Action("reduce", target)
+    return _propose(run, rows, me) if patient else WAIT
+
+
+def _may_join(run: Run, own: Row, me: int, reducing: Reducing, target: Round) -> bool:
+    """May ``me`` reduce ``target``?"""
+    if "rising ballots" in run.rules and target.ballot <= reducing.last:
+        return False
+    sealed = names(target, me)
+    if sealed is None or own.seal is None or target == reducing.now or target in own.holds:
+        return False
+    return sealed == (me, own.version[0], *own.seal) or "named seals" not in run.rules
+
+
+def _accumulate(run: Run, rows: Rows, me: int, proposal: Proposal | None) -> Action | None:
+    """The next microbatch that ``me`` adds: before its seal, of the step what no replica in reach has; after it, what
+    a proposal needs."""
+    own, live = rows[me], reached(run, rows, me)
+    if own.seal is None or "seal closes" not in run.rules:
+        done = 0
+        for p in run.replicas(run.stage_of[me]):
+            if live >> p & 1:
+                done |= rows[p].accumulated
+        lacking = members(run.full & ~done)
+        return Action("accumulate", lacking[0]) if lacking else None
+    if proposal is None or names(proposal.round, me) != (me, own.version[0], *own.seal):
+        return None
+    sealed = proposal.round.members
+    mine = [m for m in members(proposal.needs) if sealed[m % len(sealed)][0] == me]
+    return Action("accumulate", mine[0]) if mine else None
+
+
+def _propose(run: Run, rows: Rows, me: int) -> Action:
+    """A new ballot, if ``me`` is of the company that goes on."""
+    peers = company(run, rows, me)
+    live = reached(run, rows, me)
+    ballot = 1 + max(r.proposal.round.ballot if r.proposal else 0 for p, r in enumerate(rows) if live >> p & 1)
+    if not peers >> me & 1:
+        return WAIT
+    new = proposed(run, rows, me, ballot, peers)
+    return Action("propose", new) if new is not None else WAIT
