@@ -7,7 +7,9 @@ returns what a peer does now. It knows no clock: ``patient`` says that one usual
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import reduce
 from itertools import combinations
+from operator import or_
 from typing import NamedTuple
 
 RULES = {
@@ -15,6 +17,8 @@ RULES = {
     "majority": "a round counts at once only with the votes of more than half of the voters",
     "patience": "without a majority, peers wait for one usual round after the last news",
     "all voted": "without a majority, a round counts only once all voters have voted",
+    "held by most": "without a majority of votes, a round counts once more than half of the voters hold it",
+    "all stages": "peers of other stages carry rows and gradients, so they make voters reachable, too",
     "preferred": "of several rounds, most votes count, then the lower ballot, then the lower id",
     "applied first": "a peer that learns of an applied record takes that record",
     "one vote": "a vote never changes",
@@ -22,7 +26,6 @@ RULES = {
     "finish or fail": "a member that reduces joins and takes nothing else before that ends",
     "named seals": "a member reduces only the round that names its own present seal",
     "seal closes": "a sealed accumulator takes in nothing that no proposal needs",
-    "new number": "another set has another seal number",
     "rising ballots": "a member joins no ballot at or below the last that it joined",
     "mutual": "members of a round hear each other",
     "larger company": "of two companies the larger proposes, then the one with the lower first member",
@@ -105,17 +108,12 @@ Rows = tuple[Row, ...]
 def reached(run: Run, rows: Rows, me: int) -> int:
     """Returns the peers that ``me`` reaches, as a bitmap: ``me``, peers that it hears, peers that these hear, and so on.
 
-    Rows of dead peers are not asked: nobody alive hears their owners. Without the rule, every row is asked."""
-    if "reach" not in run.rules:
-        heard = 1 << me
-        for row in rows:
-            heard |= row.hears
-        return heard
+    Rows of dead peers are not asked: nobody alive hears their owners."""
     found, todo = 1 << me, [me]
     while todo:
         new = rows[todo.pop()].hears & ~found
         found |= new
-        todo += members(new)
+        todo += [p for p in members(new) if "all stages" in run.rules or run.stage_of[p] == run.stage_of[me]]
     return found
 
 
@@ -123,35 +121,54 @@ def members(bitmap: int) -> list[int]:
     return [p for p in range(bitmap.bit_length()) if bitmap >> p & 1]
 
 
-def votes(run: Run, rows: Rows, me: int, stage: int) -> tuple[int, dict[Round, int]]:
-    """Returns the number of voters of ``stage``, and the votes for each round."""
-    live = reached(run, rows, me)
-    voters = [p for p in run.replicas(stage) if live >> p & 1 and rows[p].trains]
+def voters(run: Run, rows: Rows, me: int, stage: int) -> list[int]:
+    """The replicas of ``stage`` that vote."""
+    live, replicas = reached(run, rows, me), run.replicas(stage)
+    if "reach" not in run.rules:  # a frozen row of a dead peer is asked, too
+        live |= reduce(or_, (rows[p].hears for p in replicas), 0)
+    return [p for p in replicas if live >> p & 1 and rows[p].trains]
+
+
+def preferred(run: Run, found: dict[Round, int], own: Row) -> Round:
+    """Most votes, then the lower ballot, then the lower id: the same answer for all who know the same rows."""
+    if "preferred" not in run.rules and own.vote in found:
+        return own.vote
+    return min(found, key=lambda r: (-found[r], r))
+
+
+class Tally(NamedTuple):
+    """``votes`` of the ``voters``, and the ``best`` round. ``majority``: it has the votes of more than half.
+    ``complete``: all have voted."""
+
+    voters: list[int]
+    best: Round | None
+    majority: bool
+    complete: bool
+
+
+def tally(run: Run, rows: Rows, me: int, stage: int) -> Tally:
+    """The votes in ``stage``, as ``me`` judges them."""
+    those = voters(run, rows, me, stage)
     found: dict[Round, int] = defaultdict(int)
-    for p in voters:
+    for p in those:
         if (vote := rows[p].vote) is not None:
             found[vote] += 1
-    return len(voters), found
-
-
-def preferred(run: Run, found: dict[Round, int]) -> Round:
-    """Most votes, then the lower ballot, then the lower id."""
-    if "preferred" not in run.rules:
-        return max(found)
-    return min(found, key=lambda r: (-found[r], r))
+    if not found:
+        return Tally(those, None, False, False)
+    best = preferred(run, found, rows[me])
+    majority = 2 * found[best] > len(those) or "majority" not in run.rules
+    complete = sum(found.values()) == len(those) if "all voted" in run.rules else 2 * found[best] >= len(those)
+    return Tally(those, best, majority, complete)
 
 
 def counting(run: Run, rows: Rows, me: int, stage: int, *, patient: bool) -> Round | None:
     """The round of ``stage`` that counts."""
-    voters, found = votes(run, rows, me, stage)
-    if not found:
-        return None
-    best = preferred(run, found)
-    needed = 2 * found[best] > voters if "majority" in run.rules else True
-    if needed:
+    those, best, majority, complete = tally(run, rows, me, stage)
+    if majority or best is None:
         return best
-    complete = sum(found.values()) == voters if "all voted" in run.rules else 2 * found[best] >= voters
-    return best if complete and (patient or "patience" not in run.rules) else None
+    holders = sum(best in rows[p].holds for p in those)
+    held = 2 * holders > len(those) or "held by most" not in run.rules
+    return best if complete and held and (patient or "patience" not in run.rules) else None
 
 
 def record(run: Run, rows: Rows, me: int, *, patient: bool) -> tuple[Round, ...] | None:
@@ -268,16 +285,19 @@ def decide(run: Run, rows: Rows, me: int, reducing: Reducing, *, patient: bool) 
             for r in rows[p].holds:
                 held[r] += rows[p].vote == r
     if own.vote is not None and "one vote" not in run.rules:
-        best = preferred(run, held)
+        best = preferred(run, held, own)
         return Action("take", best) if best != own.vote and not busy else WAIT
     if own.vote is None and held and not busy and "adopt" in run.rules:
-        return Action("take", preferred(run, held))
+        return Action("take", preferred(run, held, own))
+    best = tally(run, rows, me, stage).best
+    if (patient or "patience" not in run.rules) and own.vote is not None and best is not None and best not in own.holds and not busy:
+        return Action("take", best)  # of several rounds that count alike, before the last holder of that round dies
     if own.vote is not None and "adopt" in run.rules or busy:
         return WAIT
     proposal = current(run, rows, me)
-    if (action := _accumulate(run, rows, me, proposal)) is not None:
+    if own.vote is None and (action := _accumulate(run, rows, me, proposal)) is not None:
         return action
-    if own.seal is None:
+    if own.seal is None and own.vote is None:
         covered = 0
         for p in run.replicas(stage):
             if live >> p & 1:

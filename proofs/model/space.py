@@ -298,6 +298,8 @@ class Space:
     def _done(self, state: State, p: int, action: Action) -> tuple[Label, State]:
         row, what, label = self.own(state, p), action.what, (action.kind, p, action.what)
         if action.kind == "accumulate":
+            if self.local(state, p).reducing.now is not None:
+                raise Broken(f"{self.name(p)} adds to an accumulator that it reduces")
             before = row.accumulated
             if row.seal is None:
                 return label, self._change(state, p, accumulated=before | 1 << what)
@@ -305,7 +307,7 @@ class Space:
             named = None if proposal is None else rules.names(proposal.round, p)
             if named == (p, row.version[0], *row.seal) and not proposal.round.chosen >> p & 1:
                 before = 0  # its set overlaps another one
-            number = row.seal[0] + (named is not None and "new number" in self.run.rules)
+            number = row.seal[0] + (named is not None)
             after = before | 1 << what
             return label, self._change(state, p, accumulated=after, seal=(number, row.seal[1] if named is None else after))
         if action.kind == "seal":
@@ -313,6 +315,7 @@ class Space:
         if action.kind == "propose":
             return label, self._change(state, p, proposal=what)
         if action.kind == "reduce":
+            self._check_sets(p, row, what)
             return label, self._reduces(state, p, what)
         if action.kind == "take":
             return label, self._held(state, p, what)
@@ -323,8 +326,6 @@ class Space:
 
     def _held(self, state: State, p: int, round_: Round) -> State:
         row = self.own(state, p)
-        if self.local(state, p).reducing.now == round_:
-            self._check_sets(state, round_)
         state = self._reduces(state, p, None)
         vote = round_ if row.vote is None or "one vote" not in self.run.rules else row.vote
         return self._change(state, p, holds=tuple(sorted({*row.holds, round_})), vote=vote)
@@ -425,25 +426,22 @@ class Space:
 
     # Promises ----------------------------------------------------------------------------------------------------------
 
-    def _check_sets(self, state: State, round_: Round) -> None:
-        """Each microbatch is in the gradient once."""
-        found = 0
-        for p, *_ in round_.members:
-            accumulated = self.own(state, p).accumulated if round_.chosen >> p & 1 else 0
-            if found & accumulated:
-                raise Broken(f"{self.text(round_)} contains a microbatch twice")
-            found |= accumulated
-        if found != self.run.full:
-            raise Broken(f"{self.text(round_)} lacks a microbatch")
+    def _check_sets(self, p: int, row: Row, round_: Round) -> None:
+        """Each microbatch is in the gradient once, and ``p`` gives the set that the round names."""
+        sets = [s for q, *_, s in round_.members if round_.chosen >> q & 1]
+        if sum(sets) != self.run.full or reduce(or_, sets) != self.run.full:
+            raise Broken(f"{self.text(round_)} has a microbatch twice, or lacks one")
+        if (p, row.accumulated) not in {(q, s) for q, *_, s in round_.members}:
+            raise Broken(f"{self.name(p)} reduces {members(row.accumulated)} in {self.text(round_)}")
 
     def _check_record(self, state: State, p: int, record: tuple[Round, ...]) -> None:
-        """Peers that know of each other apply the same record."""
-        for q in range(self.n):
-            other = self.own(state, q).applied
-            if q == p or state.dead >> q & 1 or other is None or other == record:
-                continue
-            if not state.apart & self._link(q, p):
-                raise Broken(f"{self.name(p)} applies {self.text(record[0])}, and {self.name(q)} applied {self.text(other[0])}")
+        """No peer makes another record than a peer applied that it can hear of."""
+        applied = {q: self.own(state, q).applied for q in range(self.n) if not state.dead >> q & 1}
+        if record in applied.values():
+            return
+        for q, other in applied.items():
+            if other is not None and not state.apart & self._link(q, p):
+                raise Broken(f"{self.name(p)} makes the record {self.text(record)}, and {self.name(q)} applied {self.text(other)}")
 
     def stuck(self, state: State) -> str | None:
         """The promise that a state breaks in which nothing but faults can happen: a side with a replica of each stage
