@@ -14,23 +14,21 @@ from typing import NamedTuple
 
 RULES = {
     "reach": "voters are the replicas that the judge reaches over rows of peers that hear each other",
+    "all stages": "peers of other stages carry rows and gradients, so they make replicas reachable, too",
     "majority": "a round counts at once only with the votes of more than half of the voters",
-    "patience": "without a majority, peers wait for one usual round after the last news",
-    "all voted": "without a majority, a round counts only once all voters have voted",
-    "held by most": "without a majority of votes, a round counts once more than half of the voters hold it",
-    "all stages": "peers of other stages carry rows and gradients, so they make voters reachable, too",
+    "patience": "with fewer votes, a round counts after one usual round without news",
+    "all voted": "with fewer votes, a round counts only if all voters have voted (not: half of them)",
+    "held by most": "with fewer votes, a round counts only once more than half of the voters hold it",
     "preferred": "of several rounds, most votes count, then the lower ballot, then the lower id",
     "applied first": "a peer that learns of an applied record takes that record",
     "one vote": "a vote never changes",
-    "adopt": "no peer proposes a new round while it reaches a holder of one",
-    "finish or fail": "a member that reduces joins and takes nothing else before that ends",
-    "named seals": "a member reduces only the round that names its own present seal",
+    "adopt": "a replica that reaches a holder takes that round, and proposes no other",
+    "named seals": "a member reduces only a round that names its own present seal",
     "seal closes": "a sealed accumulator takes in nothing that no proposal needs",
-    "rising ballots": "a member joins no ballot at or below the last that it joined",
     "mutual": "members of a round hear each other",
     "larger company": "of two companies the larger proposes, then the one with the lower first member",
-    "look first": "a peer that stood still or came back syncs before it does anything else",
-    "new incarnation": "a peer that restarted has a new incarnation, which voids what the one before said",
+    "look first": "a peer that stood still syncs before it does anything, and its patience begins anew",
+    "lost gradient": "a stage without a holder of its round in an applied record is lost: the run rolls back",
     "joining": "a peer that restarted votes and trains only after the next record",
 }
 """Each rule of the model, by the name that switches it off."""
@@ -94,7 +92,7 @@ class Run(NamedTuple):
 
 
 class Action(NamedTuple):
-    """``kind``: wait, accumulate, seal, propose, reduce, take or apply. ``what``: microbatch, proposal, round or record."""
+    """``kind``: wait, accumulate, seal, propose, reduce, take, apply or lose. ``what``: microbatch, proposal, round or record."""
 
     kind: str
     what: object = None
@@ -137,13 +135,12 @@ def preferred(run: Run, found: dict[Round, int], own: Row) -> Round:
 
 
 class Tally(NamedTuple):
-    """``votes`` of the ``voters``, and the ``best`` round. ``majority``: it has the votes of more than half.
-    ``complete``: all have voted."""
+    """The votes of a stage's ``voters``: the ``best`` round; has it a ``majority``; have ``all_voted``?"""
 
     voters: list[int]
     best: Round | None
     majority: bool
-    complete: bool
+    all_voted: bool
 
 
 def tally(run: Run, rows: Rows, me: int, stage: int) -> Tally:
@@ -157,18 +154,19 @@ def tally(run: Run, rows: Rows, me: int, stage: int) -> Tally:
         return Tally(those, None, False, False)
     best = preferred(run, found, rows[me])
     majority = 2 * found[best] > len(those) or "majority" not in run.rules
-    complete = sum(found.values()) == len(those) if "all voted" in run.rules else 2 * found[best] >= len(those)
-    return Tally(those, best, majority, complete)
+    all_voted = sum(found.values()) == len(those) or ("all voted" not in run.rules and 2 * found[best] >= len(those))
+    return Tally(those, best, majority, all_voted)
 
 
 def counting(run: Run, rows: Rows, me: int, stage: int, *, patient: bool) -> Round | None:
     """The round of ``stage`` that counts."""
-    those, best, majority, complete = tally(run, rows, me, stage)
-    if majority or best is None:
+    those, best, majority, all_voted = tally(run, rows, me, stage)
+    if best is None or majority:
         return best
-    holders = sum(best in rows[p].holds for p in those)
-    held = 2 * holders > len(those) or "held by most" not in run.rules
-    return best if complete and held and (patient or "patience" not in run.rules) else None
+    held = 2 * sum(best in rows[p].holds for p in those) > len(those) or "held by most" not in run.rules
+    if "all voted" not in run.rules:
+        held = True
+    return best if all_voted and held and (patient or "patience" not in run.rules) else None
 
 
 def record(run: Run, rows: Rows, me: int, *, patient: bool) -> tuple[Round, ...] | None:
@@ -273,12 +271,15 @@ def decide(run: Run, rows: Rows, me: int, reducing: Reducing, *, patient: bool) 
     own, stage = rows[me], run.stage_of[me]
     if own.applied is not None:
         return WAIT
+    live = reached(run, rows, me)
     if (found := record(run, rows, me, patient=patient)) is not None:
-        return Action("apply", found)
+        given = any(live >> p & 1 and found[stage] in row.holds for p, row in enumerate(rows))
+        if given or "lost gradient" not in run.rules:
+            return Action("apply", found)
+        return Action("lose", found) if patient and own.trains else WAIT
     if not own.trains:
         return WAIT
-    busy = reducing.now is not None and "finish or fail" in run.rules
-    live = reached(run, rows, me)
+    busy = reducing.now is not None
     held: dict[Round, int] = defaultdict(int)
     for p in run.replicas(stage):
         if live >> p & 1 and rows[p].trains:
@@ -289,9 +290,9 @@ def decide(run: Run, rows: Rows, me: int, reducing: Reducing, *, patient: bool) 
         return Action("take", best) if best != own.vote and not busy else WAIT
     if own.vote is None and held and not busy and "adopt" in run.rules:
         return Action("take", preferred(run, held, own))
-    best = tally(run, rows, me, stage).best
-    if (patient or "patience" not in run.rules) and own.vote is not None and best is not None and best not in own.holds and not busy:
-        return Action("take", best)  # of several rounds that count alike, before the last holder of that round dies
+    tied = tally(run, rows, me, stage)
+    if tied.all_voted and (patient or "patience" not in run.rules) and tied.best not in own.holds and not busy:
+        return Action("take", tied.best)  # so that it counts once most hold it
     if own.vote is not None and "adopt" in run.rules or busy:
         return WAIT
     proposal = current(run, rows, me)
@@ -315,7 +316,7 @@ def decide(run: Run, rows: Rows, me: int, reducing: Reducing, *, patient: bool) 
 
 def _may_join(run: Run, own: Row, me: int, reducing: Reducing, target: Round) -> bool:
     """May ``me`` reduce ``target``?"""
-    if "rising ballots" in run.rules and target.ballot <= reducing.last:
+    if target.ballot <= reducing.last:
         return False
     sealed = names(target, me)
     if sealed is None or own.seal is None or target == reducing.now or target in own.holds:

@@ -6,44 +6,45 @@ import gc
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
-from proofs.model.space import Broken, Space
+from proofs.model.space import Broken
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from proofs.model.space import Bounds, Label, State
+    from proofs.model.space import Label, Space, State
 
 
 @dataclass
 class Found:
-    """``trace``: what happened until a promise broke, if one did. ``ends``: states in which only faults can happen;
-    ``bounded``: those of them that the highest ballot may have caused."""
+    """``trace``: what happened until a promise broke, if one did. ``ends``: states in which only faults can happen."""
 
     states: int = 0
     steps: int = 0
     ends: int = 0
-    bounded: int = 0
-    forks: int = 0
     seconds: float = 0.0
     broken: str = ""
     trace: list[str] = field(default_factory=list)
     complete: bool = True
 
 
-def explore(bounds: Bounds, *, limit: int | None = None, tell: Callable[[int], None] = lambda _: None, seconds: float = 1e9) -> Found:
-    """Explore all states. ``limit``: most states."""
-    space, found, begin = Space(bounds), Found(), time.monotonic()
-    before: dict[State, tuple[State, Label] | None] = {space.initial: None}
-    todo = deque([space.initial])
+def explore(
+    space: Space, start: State | None = None, *, seconds: float = inf, tell: Callable[[int], None] = lambda _: None
+) -> Found:
+    """Explore all states after ``start`` (default: the beginning). ``seconds``: at most. ``tell``: called with the
+    number of states."""
+    found, begin, start = Found(), time.monotonic(), start or space.initial
+    before: dict[State, tuple[State, Label] | None] = {start: None}
+    todo = deque([start])
     gc.disable()  # no circles here, and millions of objects
     while todo:
         state = todo.popleft()
         found.states += 1
         if found.states % 2048 == 0:
             tell(found.states)
-            if time.monotonic() - begin > seconds or (limit is not None and found.states >= limit):
+            if time.monotonic() - begin > seconds:
                 found.complete = False
                 break
         ended = True
@@ -58,10 +59,7 @@ def explore(bounds: Bounds, *, limit: int | None = None, tell: Callable[[int], N
             found.broken = str(e)
         if ended and not found.broken:
             found.ends += 1
-            stuck = space.stuck(state)
-            if stuck and space.bounded(state):
-                found.bounded += 1
-            elif stuck:
+            if (stuck := space.stuck(state)) is not None:
                 found.broken = stuck
         if found.broken:
             found.trace = [space.words(label) for label in _trace(before, state)]

@@ -185,10 +185,7 @@ class Space:
         return action.kind != "wait"
 
     def _holder(self, state: State, p: int, round_: Round) -> bool:
-        return any(self._has(self.own(state, q), round_, p) for q in members(self.topology(state).side[p]))
-
-    def _has(self, row: Row, round_: Round, p: int) -> bool:
-        return round_ in row.holds or (row.applied is not None and row.holds != () and round_ in row.applied)
+        return any(round_ in self.own(state, q).holds for q in members(self.topology(state).side[p]))
 
     def can_finish(self, state: State, p: int) -> bool:
         """Do all chunks of ``p``'s reduction arrive?"""
@@ -250,7 +247,7 @@ class Space:
         doomed = [p for p in reducing if self.cannot_finish(state, p)]
         for p in doomed:
             yield ("fails", p, None), p, self._reduces(state, p, None)
-        quiet = not news and not acts and not doomed
+        quiet = not news and not acts and not doomed and not any(self.local(state, p).stale for p in self._awake(state))
         for p in reducing:
             if self.can_finish(state, p):
                 yield ("finishes", p, None), p, self._held(state, p, self.local(state, p).reducing.now)
@@ -267,9 +264,10 @@ class Space:
         """Peers notice who is gone, or back; and a peer that stood still has synced."""
         for p in self._awake(state):
             row, true = self.own(state, p), self.topology(state).heard[p]
-            for q in members(row.hears & ~true if quiet or not self.bounds.late_detection else 0):
+            looks = quiet or not self.bounds.late_detection or self.local(state, p).stale
+            for q in members(row.hears & ~true if looks else 0):
                 yield ("misses", p, q), p, self._change(state, p, hears=row.hears & ~(1 << q))
-            for q in members(true & ~row.hears if quiet or not self.bounds.late_detection else 0):
+            for q in members(true & ~row.hears if looks else 0):
                 yield ("hears again", p, q), p, self._change(state, p, hears=row.hears | 1 << q)
             if self.local(state, p).stale and row.hears == true and not any(x == p for x, *_ in news):
                 number = self.number(self.local(state, p)._replace(stale=False))
@@ -277,11 +275,14 @@ class Space:
 
     def _patient(self, state: State) -> Iterator[tuple[Label, int, State]]:
         """One usual round has passed since the last news, and no action but this is left."""
-        moving = any(self.can_finish(state, p) for p in self._awake(state))
+        moving = sum(1 << p for p in self._awake(state) if self.can_finish(state, p))
         wanting = {p: a for p in self._awake(state) if self.possible(state, p, a := self.decision(state, p, patient=True))}
         proposing = [p for p, a in wanting.items() if a.kind == "propose"]
         for p, action in wanting.items():
-            if action.kind == "propose" and (moving or not self._sees(state, p) or self._before(state, p, proposing)):
+            seen = rules.reached(self.run, self.local(state, p).rows, p)
+            watching = [p] if isinstance(action.what, Proposal) and action.what.round.ballot == 1 else members(seen)
+            stale = not all(self._sees(state, q) for q in watching if self._up(state, q))
+            if action.kind == "propose" and (moving & seen or stale or self._before(state, p, proposing)):
                 continue
             label, after = self._done(state, p, action)
             yield ("patience", p, None, *label), p, after
@@ -319,6 +320,8 @@ class Space:
             return label, self._reduces(state, p, what)
         if action.kind == "take":
             return label, self._held(state, p, what)
+        if action.kind == "lose":
+            return label, self._change(state, p, trains=False)
         mine = what[self.run.stage_of[p]]
         self._check_record(state, p, what)
         holds = row.holds if mine in row.holds else (*row.holds, mine)
@@ -339,7 +342,11 @@ class Space:
                 yield from getattr(self, "_" + kind.replace(" ", "_"))(spent)
         for p in members(state.asleep):
             number = self.number(self.local(state, p)._replace(stale=True))
-            yield ("wakes", p, None), self._settled(self._with(state._replace(asleep=state.asleep & ~(1 << p)), p, number))
+            awake = self._settled(self._with(state._replace(asleep=state.asleep & ~(1 << p)), p, number))
+            yield ("wakes", p, None), awake
+            if "look first" not in self.run.rules and self.possible(awake, p, action := self.decision(awake, p, patient=True)):
+                label, after = self._done(awake, p, action)
+                yield ("wakes", p, None, "patience", p, None, *label), after
         for a in range(self.n):
             for b in range(self.n):
                 both = self._link(a, b) | self._link(b, a)
@@ -374,9 +381,8 @@ class Space:
 
     def _restart(self, state: State) -> Iterator[tuple[Label, State]]:
         """A dead peer begins again, and knows nothing but its number."""
-        for p in members(state.dead):
-            new, joins = "new incarnation" in self.run.rules, "joining" in self.run.rules
-            row = Row((self.own(state, p).version[0] + new, 0), 0, 0, trains=not joins)
+        for p in members(state.dead & (1 << len(self.bounds.accumulated)) - 1):
+            row = Row((self.own(state, p).version[0] + 1, 0), 0, 0, trains="joining" not in self.run.rules)
             rows = [row if q == p else BLANK for q in range(self.n)]
             after = self._with(state._replace(dead=state.dead & ~(1 << p)), p, self.number(Local(tuple(rows), stale=True)))
             yield ("restarts", p, None), self._settled(after)
@@ -416,6 +422,8 @@ class Space:
             if local.rows[p].applied is not None or state.dead >> p & 1:
                 apart &= ~all_
                 continue
+            if state.asleep >> p & 1:  # no excuse: it can tell that it stood still
+                continue
             for q in range(self.n):
                 bit = self._link(q, p)
                 if not sides[p] >> q & 1:
@@ -450,11 +458,11 @@ class Space:
             side = members(self.topology(state).side[p])
             training = {self.run.stage_of[q] for q in side if self.own(state, q).trains}
             if self.own(state, p).applied is None and len(training) == 1 + max(self.run.stage_of) and self.own(state, p).trains:
-                return f"{self.name(p)} waits for ever"
+                return f"{self.name(p)} waits for ever" + (", as ballots rise without end" if self._risen(state) else "")
         return None
 
-    def bounded(self, state: State) -> bool:
-        """Did a peer reach the highest ballot, so that the bound, not the rules, may keep it from going on?"""
+    def _risen(self, state: State) -> bool:
+        """Did a proposal reach the highest ballot explored?"""
         rows = [self.own(state, p) for p in range(self.n)]
         return any(r.proposal is not None and r.proposal.round.ballot >= self.bounds.max_ballot for r in rows)
 
