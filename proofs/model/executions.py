@@ -22,19 +22,80 @@ class Execution(NamedTuple):
     accumulated: tuple[int, ...]
     script: tuple[str, ...]
     witnesses: int = 1
+    sealed: bool = True
 
 
 JOIN = ("A reduce", "B reduce", "C reduce")
+ONE, SPLIT = (1, 0), (1, 2, 0)
+"""Two replicas, of which A has the step's only microbatch; three, of which two have one each."""
 EXECUTIONS = {
     1: Execution(
-        "A holds first, its links to B and C fail, other stages apply, A dies",
-        (1, 2, 0),
-        (*JOIN, "A finishes", "A cut B", "A cut C", QUIET, "B fails", "C fails", QUIET, "X hears", "A dies"),
+        "A holds first, its links to B and C fail, the other stage hears of it, A dies",
+        SPLIT,
+        (*JOIN, "A finishes", "A cut B", "A cut C", "X hears A", "A dies", QUIET, "B fails", "C fails", QUIET),
     ),
     2: Execution(
         "A hears nobody in its stage, all else works",
-        (1, 2, 0),
+        SPLIT,
         (*JOIN, "A cut B", "A cut C", "A fails", "B fails", "C fails", QUIET),
+    ),
+    3: Execution(
+        "C is cut from the holders A and B, and X has applied the record",
+        SPLIT,
+        (*JOIN, "A finishes", "B finishes", "A cut C", "B cut C", "C fails", "X hears all", QUIET),
+    ),
+    4: Execution("replicas seal while microbatches are computed", (1, 0, 0), ("A accumulate 1", QUIET), sealed=False),
+    6: Execution(
+        "A restarts before it is missed, after it gave its set and signed",
+        SPLIT,
+        (*JOIN, "A finishes", "A dies", "A restarts", QUIET, "B fails", "C fails", QUIET),
+    ),
+    8: Execution(
+        "X counts A's round, and Y hears both of two rounds",
+        ONE,
+        ("A reduce", "B reduce", "B finishes", "B freezes", "A fails", "A misses B", "X hears A", "Y hears A")
+        + ("A patience", "A finishes", "B wakes", "Y hears B"),
+        witnesses=2,
+    ),
+    9: Execution(
+        "A freezes with the whole step, B does it again, A wakes",
+        ONE,
+        ("A freezes", "B reduce", "B fails", QUIET, "B patience", "B finishes", QUIET, "A wakes"),
+    ),
+    14: Execution(
+        "the link from A, the natural proposer, carries nothing to B and C",
+        SPLIT,
+        (*JOIN, "A one way B", "A one way C", "A fails", "B fails", "C fails"),
+    ),
+    15: Execution(
+        "A, the first in the order, is joining",
+        SPLIT,
+        (*JOIN, "A dies", "B fails", "C fails", "A restarts", QUIET),
+    ),
+    16: Execution("A and B do not hear each other, and both hear C", SPLIT, (*JOIN, "A cut B", "A fails", "B fails", "C fails")),
+    23: Execution(
+        "all links between A, B and C fail for a while, and A and B finish alone",
+        SPLIT,
+        (*JOIN, "A finishes", "A cut B", "A cut C", "B cut C", "B fails", "C fails", QUIET, "B heals C", "A heals B"),
+    ),
+    24: Execution(
+        "A and B hold and die, and X has applied the record",
+        SPLIT,
+        (*JOIN, "A finishes", "B finishes", "X hears all", "A dies", "B dies"),
+    ),
+    25: Execution(
+        "A and X are cut from B and Y, A freezes as it reduces alone, the others go on and meet X, A wakes",
+        ONE,
+        ("A reduce", "B reduce", "A cut B", "A cut Y", "B cut X", "X cut Y", "A fails", "B fails", QUIET)
+        + ("A patience", "A freezes", QUIET, "B patience", "B finishes", QUIET)
+        + ("A heals B", "A heals Y", "B heals X", "X heals Y", QUIET, "A wakes"),
+        witnesses=2,
+    ),
+    26: Execution(
+        "A freezes with a ballot of its own, C adds what only A had, A wakes",
+        (2, 1, 0),
+        (*JOIN, "A cut B", "A fails", "B fails", "C fails", "A heals B", QUIET, "A patience", "A freezes", QUIET)
+        + ("B patience", "C hears B", "A wakes", "C hears A"),
     ),
 }
 
@@ -51,7 +112,8 @@ def play(space: Space, script: tuple[str, ...]) -> State:
         if found is None:
             raise LookupError(f"{words} cannot happen now; possible: {', '.join(space.words(label) for label, _ in ways)}")
         state = found
-    return state._replace(budget=(0,) * len(state.budget))
+    space.faults = False
+    return state
 
 
 def settled(space: Space, state: State) -> State:
@@ -65,6 +127,6 @@ def settled(space: Space, state: State) -> State:
 
 def space_of(execution: Execution, off: frozenset[str] = frozenset()) -> Space:
     """The states in which ``execution`` happens."""
-    microbatches = max(s.bit_length() for s in execution.accumulated)
-    faults = {"death": 2, "cut": 3, "one way": 1, "sleep": 2, "restart": 1}
-    return Space(Bounds(execution.accumulated, microbatches, witnesses=execution.witnesses, faults=faults, max_ballot=5, off=off))
+    microbatches = max(s.bit_length() for s in execution.accumulated) + (not execution.sealed)
+    faults = {"death": 2, "cut": 4, "one way": 2, "sleep": 2, "restart": 1}
+    return Space(Bounds(execution.accumulated, microbatches, sealed=execution.sealed, witnesses=execution.witnesses, faults=faults, max_ballot=5, off=off))

@@ -333,8 +333,10 @@ def _accumulate(run: Run, rows: Rows, me: int, proposal: Proposal | None) -> Act
         for p in run.replicas(run.stage_of[me]):
             if live >> p & 1:
                 done |= rows[p].accumulated
-        lacking = members(run.full & ~done)
-        return Action("accumulate", lacking[0]) if lacking else None
+        if lacking := members(run.full & ~done):
+            return Action("accumulate", lacking[0])
+    if own.seal is None:
+        return None
     if proposal is None or names(proposal.round, me) != (me, own.version[0], *own.seal):
         return None
     sealed = proposal.round.members

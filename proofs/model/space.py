@@ -73,6 +73,8 @@ class Bounds:
     faults: dict[str, int] = field(default_factory=dict)
     max_ballot: int = 2
     off: frozenset[str] = frozenset()
+    piecemeal: bool = False
+    """Rows also arrive one by one, in any order, not only with all that their carrier knows."""
     late_detection: bool = True
     """Peers notice that another one is gone only after all news has arrived."""
 
@@ -83,11 +85,11 @@ class Space:
     def __init__(self, bounds: Bounds) -> None:
         replicas = len(bounds.accumulated)
         stage_of = (0,) * replicas + (1,) * bounds.witnesses
-        self.bounds, self.n = bounds, len(stage_of)
+        self.bounds, self.n, self.faults = bounds, len(stage_of), True
         self.run = Run(stage_of, bounds.microbatches, bounds.max_ballot, rules.ALL - bounds.off)
         self._numbers: dict[Local, int] = {}
         self._locals: list[Local] = []
-        self._delivered: dict[tuple[int, int, int, int], int] = {}
+        self._delivered: dict[tuple[int, int, int, int, int | None], int] = {}
         self._toward = [sum(self._link(q, p) for q in range(self.n)) for p in range(self.n)]
         self._topologies: dict[tuple[int, int], Topology] = {}
         self._decided: dict[tuple[int, int, bool], Action] = {}
@@ -141,12 +143,12 @@ class Space:
 
     # What peers do -----------------------------------------------------------------------------------------------------
 
-    def deliver(self, p: int, q: int, of_p: int, of_q: int) -> int:
-        """``p`` hears all rows that ``q`` knows."""
-        key = (p, q, of_p, of_q)
+    def deliver(self, p: int, q: int, of_p: int, of_q: int, only: int | None = None) -> int:
+        """``p`` hears all rows that ``q`` knows, or the row of one peer ``only``."""
+        key = (p, q, of_p, of_q, only)
         if (found := self._delivered.get(key)) is None:
             mine, theirs = self._locals[of_p], self._locals[of_q]
-            rows = [a if o == p or a.version >= b.version else b for o, (a, b) in enumerate(zip(mine.rows, theirs.rows, strict=True))]
+            rows = [a if o == p or only not in (None, o) or a.version >= b.version else b for o, (a, b) in enumerate(zip(mine.rows, theirs.rows, strict=True))]
             if mine.rows[p].applied is not None:
                 rows = list(mine.rows)
             elif not rows[p].hears >> q & 1:
@@ -219,7 +221,8 @@ class Space:
         """What may happen next, in words, and the state after it. Raises Broken."""
         for label, p, after in self._happens(state):
             yield self._acted(label, p, after)
-        yield from self._faults(state)
+        if self.faults:
+            yield from self._faults(state)
 
     def _acted(self, label: Label, p: int, state: State) -> tuple[Label, State]:
         """``p`` does at once what it decides. (To act later is to hear later.)"""
@@ -233,6 +236,10 @@ class Space:
         at_once = dict.fromkeys(p for p, *_ in news)
         for p, q, number in news:
             yield ("hears", p, q), p, self._settled(self._with(state, p, number))
+            for only in range(self.n) if self.bounds.piecemeal else ():
+                part = self.deliver(p, q, state.locals[p], state.locals[q], only)
+                if part not in (number, state.locals[p]):
+                    yield ("hears a row", p, only), p, self._settled(self._with(state, p, part))
         for p in at_once:
             if sum(x == p for x, *_ in news) > 1:
                 number = state.locals[p]
@@ -487,7 +494,7 @@ class Space:
         """What happened, in words."""
         parts = []
         for kind, p, what in zip(label[::3], label[1::3], label[2::3], strict=True):
-            of_peer = kind in ("hears", "hears again", "misses", "cut", "one way", "heals")
+            of_peer = kind in ("hears", "hears a row", "hears again", "misses", "cut", "one way", "heals")
             parts.append(f"{self.name(p)} {kind} {self.name(what) if of_peer else self.text(what)}".rstrip())
         return "; ".join(parts)
 
