@@ -10,7 +10,7 @@ from collections import defaultdict
 from functools import reduce
 from itertools import combinations
 from operator import or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 RULES = {
     "reach": "voters are the replicas that the judge reaches over rows of peers that hear each other",
@@ -26,10 +26,8 @@ RULES = {
     "named seals": "a member reduces only a round that names its own present seal",
     "seal closes": "a sealed accumulator takes in nothing that no proposal needs",
     "mutual": "members of a round hear each other",
-    "larger company": "of two companies the larger proposes, then the one with the lower first member",
     "look first": "a peer that stood still syncs before it does anything, and its patience begins anew",
     "lost gradient": "a stage without a holder of its round in an applied record is lost: the run rolls back",
-    "joining": "a peer that restarted votes and trains only after the next record",
 }
 """Each rule of the model, by the name that switches it off."""
 ALL = frozenset(RULES)
@@ -69,18 +67,13 @@ class Row(NamedTuple):
     applied: tuple[Round, ...] | None = None
     """The applied record: a round of each stage."""
 
-    @property
-    def open(self) -> bool:
-        return self.trains and self.seal is None
-
 
 class Run(NamedTuple):
-    """Facts that all peers share. ``stage_of``: by peer. ``microbatches``: of the step; ``max_ballot``: bound of the
-    exploration."""
+    """Facts that all peers share. ``stage_of``: by peer. ``microbatches``: of the step. ``rules``: all, but in tests of
+    the rules."""
 
     stage_of: tuple[int, ...]
     microbatches: int
-    max_ballot: int
     rules: frozenset[str] = ALL
 
     @property
@@ -92,11 +85,11 @@ class Run(NamedTuple):
 
 
 class Action(NamedTuple):
-    """``kind``: wait, accumulate, seal, propose, reduce, take, apply or lose. ``what``: microbatch, proposal, round or record."""
+    """``kind``: wait, accumulate, seal, propose, reduce, take, apply or lose. ``what``: a microbatch, proposal, round
+    or record."""
 
     kind: str
-    what: object = None
-    why: str = ""
+    what: Any = None
 
 
 WAIT = Action("wait")
@@ -163,9 +156,8 @@ def counting(run: Run, rows: Rows, me: int, stage: int, *, patient: bool) -> Rou
     those, best, majority, all_voted = tally(run, rows, me, stage)
     if best is None or majority:
         return best
-    held = 2 * sum(best in rows[p].holds for p in those) > len(those) or "held by most" not in run.rules
-    if "all voted" not in run.rules:
-        held = True
+    held = 2 * sum(best in rows[p].holds for p in those) > len(those)
+    held = held or not {"held by most", "all voted"} <= run.rules
     return best if all_voted and held and (patient or "patience" not in run.rules) else None
 
 
@@ -182,19 +174,13 @@ def record(run: Run, rows: Rows, me: int, *, patient: bool) -> tuple[Round, ...]
 def cover(sealed: tuple[Sealed, ...]) -> tuple[int, int]:
     """Returns the members whose disjoint sets cover most microbatches, as a bitmap, and these microbatches. Of equal
     choices, most members, then the lower ones. (``policy.cover`` does this for many members.)"""
-    best = (0, 0, 0)
+    options = []
     for size in range(1, len(sealed) + 1):
         for some in combinations(sealed, size):
-            covered = 0
-            for *_, accumulated in some:
-                if covered & accumulated:
-                    break
-                covered |= accumulated
-            else:
-                best = min(best, (-covered.bit_count(), -size, sum(1 << peer for peer, *_ in some)))
-                if best[2] == sum(1 << peer for peer, *_ in some):
-                    union = covered
-    return (best[2], union) if best[2] else (0, 0)
+            union = reduce(or_, (s[-1] for s in some))
+            if union.bit_count() == sum(s[-1].bit_count() for s in some):
+                options.append((-union.bit_count(), -size, sum(1 << s[0] for s in some), union))
+    return min(options)[2:]
 
 
 def company(run: Run, rows: Rows, me: int) -> int:
@@ -206,8 +192,6 @@ def company(run: Run, rows: Rows, me: int) -> int:
         return sum(1 << p for p in able if p == me or rows[me].hears >> p & 1)
     for size in range(len(able), 0, -1):
         for some in combinations(able, size):
-            if "larger company" not in run.rules and me not in some:
-                continue
             if all(rows[a].hears >> b & 1 and rows[b].hears >> a & 1 for a, b in combinations(some, 2)):
                 return sum(1 << p for p in some)
     return 1 << me
@@ -250,8 +234,8 @@ def names(round_: Round, peer: int) -> Sealed | None:
     return next((s for s in round_.members if s[0] == peer), None)
 
 
-def proposed(run: Run, rows: Rows, me: int, ballot: int, peers: int) -> Proposal | None:
-    """``me``'s proposal of a ballot for ``peers``."""
+def proposed(run: Run, rows: Rows, ballot: int, peers: int) -> Proposal | None:
+    """The proposal of ``ballot`` for ``peers``; None while one has no seal."""
     sealed = named(rows, peers)
     if sealed is None:
         return None
@@ -268,50 +252,57 @@ class Reducing(NamedTuple):
 
 def decide(run: Run, rows: Rows, me: int, reducing: Reducing, *, patient: bool) -> Action:
     """What ``me`` does now. ``rows``: by peer, as ``me`` knows them."""
-    own, stage = rows[me], run.stage_of[me]
+    own = rows[me]
     if own.applied is not None:
         return WAIT
-    live = reached(run, rows, me)
     if (found := record(run, rows, me, patient=patient)) is not None:
-        given = any(live >> p & 1 and found[stage] in row.holds for p, row in enumerate(rows))
-        if given or "lost gradient" not in run.rules:
+        live, mine = reached(run, rows, me), found[run.stage_of[me]]
+        if any(mine in rows[p].holds for p in members(live)) or "lost gradient" not in run.rules:
             return Action("apply", found)
         return Action("lose", found) if patient and own.trains else WAIT
-    if not own.trains:
+    if not own.trains or reducing.now is not None:  # a member that reduces finishes or fails first
         return WAIT
-    busy = reducing.now is not None
-    held: dict[Round, int] = defaultdict(int)
-    for p in run.replicas(stage):
-        if live >> p & 1 and rows[p].trains:
-            for r in rows[p].holds:
-                held[r] += rows[p].vote == r
-    if own.vote is not None and "one vote" not in run.rules:
-        best = preferred(run, held, own)
-        return Action("take", best) if best != own.vote and not busy else WAIT
-    if own.vote is None and held and not busy and "adopt" in run.rules:
-        return Action("take", preferred(run, held, own))
-    tied = tally(run, rows, me, stage)
-    if tied.all_voted and (patient or "patience" not in run.rules) and tied.best not in own.holds and not busy:
-        return Action("take", tied.best)  # so that it counts once most hold it
-    if own.vote is not None and "adopt" in run.rules or busy:
+    if (round_ := _wanted(run, rows, me, patient=patient)) is not None:
+        return Action("take", round_)
+    if own.vote is not None and "adopt" in run.rules:
         return WAIT
     proposal = current(run, rows, me)
-    if own.vote is None and (action := _accumulate(run, rows, me, proposal)) is not None:
-        return action
-    if own.seal is None and own.vote is None:
-        covered = 0
-        for p in run.replicas(stage):
-            if live >> p & 1:
-                covered |= rows[p].accumulated
-        return Action("seal") if covered == run.full else WAIT
-    if proposal is not None and proposal == own.proposal:  # brought up to date by its proposer, until nothing is needed
-        better = proposed(run, rows, me, proposal.round.ballot, sum(1 << p for p, *_ in proposal.round.members))
-        if proposal.needs and better is not None and better != proposal:
+    if own.vote is None:
+        if (microbatch := _missing(run, rows, me, proposal)) is not None:
+            return Action("accumulate", microbatch)
+        if own.seal is None:
+            return Action("seal") if accumulated(run, rows, me) == run.full else WAIT
+    if proposal is not None and proposal == own.proposal and proposal.needs:  # until its members have what it needs
+        better = proposed(run, rows, proposal.round.ballot, sum(1 << p for p, *_ in proposal.round.members))
+        if better is not None and better != proposal:
             return Action("propose", better)
-    target = first_round(run, rows, me) if proposal is None else (proposal.round if not proposal.needs else None)
+    target = first_round(run, rows, me) if proposal is None else (None if proposal.needs else proposal.round)
     if target is not None and _may_join(run, own, me, reducing, target):
         return Action("reduce", target)
     return _propose(run, rows, me) if patient else WAIT
+
+
+def _wanted(run: Run, rows: Rows, me: int, *, patient: bool) -> Round | None:
+    """The round that ``me`` takes from a holder, and votes for if that is its first."""
+    own, held = rows[me], defaultdict[Round, int](int)
+    for p in members(reached(run, rows, me)):
+        if rows[p].trains and run.stage_of[p] == run.stage_of[me]:
+            for r in rows[p].holds:
+                held[r] += rows[p].vote == r
+    best = preferred(run, held, own) if held else None
+    if own.vote is None:
+        return best if "adopt" in run.rules else None
+    if "one vote" not in run.rules:
+        return best if best != own.vote else None
+    tied = tally(run, rows, me, run.stage_of[me])
+    lacks = tied.best if tied.best not in own.holds else None  # it counts once most hold it
+    return lacks if tied.all_voted and (patient or "patience" not in run.rules) else None
+
+
+def accumulated(run: Run, rows: Rows, me: int) -> int:
+    """The microbatches that the replicas in reach have, as a bitmap."""
+    live = reached(run, rows, me)
+    return reduce(or_, (rows[p].accumulated for p in run.replicas(run.stage_of[me]) if live >> p & 1))
 
 
 def _may_join(run: Run, own: Row, me: int, reducing: Reducing, target: Round) -> bool:
@@ -324,32 +315,24 @@ def _may_join(run: Run, own: Row, me: int, reducing: Reducing, target: Round) ->
     return sealed == (me, own.version[0], *own.seal) or "named seals" not in run.rules
 
 
-def _accumulate(run: Run, rows: Rows, me: int, proposal: Proposal | None) -> Action | None:
-    """The next microbatch that ``me`` adds: before its seal, of the step what no replica in reach has; after it, what
-    a proposal needs."""
-    own, live = rows[me], reached(run, rows, me)
-    if own.seal is None or "seal closes" not in run.rules:
-        done = 0
-        for p in run.replicas(run.stage_of[me]):
-            if live >> p & 1:
-                done |= rows[p].accumulated
-        if lacking := members(run.full & ~done):
-            return Action("accumulate", lacking[0])
-    if own.seal is None:
-        return None
-    if proposal is None or names(proposal.round, me) != (me, own.version[0], *own.seal):
+def _missing(run: Run, rows: Rows, me: int, proposal: Proposal | None) -> int | None:
+    """The next microbatch that ``me`` adds: before its seal, one of the step that no replica in reach has; after it,
+    one that a proposal needs."""
+    seal = rows[me].seal
+    if seal is None or "seal closes" not in run.rules:
+        lacking = members(run.full & ~accumulated(run, rows, me))
+        if lacking or seal is None:
+            return lacking[0] if lacking else None
+    if seal is None or proposal is None or names(proposal.round, me) != (me, rows[me].version[0], *seal):
         return None
     sealed = proposal.round.members
-    mine = [m for m in members(proposal.needs) if sealed[m % len(sealed)][0] == me]
-    return Action("accumulate", mine[0]) if mine else None
+    return next((m for m in members(proposal.needs) if sealed[m % len(sealed)][0] == me), None)
 
 
 def _propose(run: Run, rows: Rows, me: int) -> Action:
     """A new ballot, if ``me`` is of the company that goes on."""
     peers = company(run, rows, me)
-    live = reached(run, rows, me)
-    ballot = 1 + max(r.proposal.round.ballot if r.proposal else 0 for p, r in enumerate(rows) if live >> p & 1)
-    if not peers >> me & 1:
-        return WAIT
-    new = proposed(run, rows, me, ballot, peers)
-    return Action("propose", new) if new is not None else WAIT
+    made = [rows[p].proposal for p in members(reached(run, rows, me))]
+    ballot = 1 + max(proposal.round.ballot if proposal else 0 for proposal in made)
+    new = proposed(run, rows, ballot, peers) if peers >> me & 1 else None
+    return WAIT if new is None else Action("propose", new)

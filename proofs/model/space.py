@@ -86,7 +86,7 @@ class Space:
         replicas = len(bounds.accumulated)
         stage_of = (0,) * replicas + (1,) * bounds.witnesses
         self.bounds, self.n, self.faults = bounds, len(stage_of), True
-        self.run = Run(stage_of, bounds.microbatches, bounds.max_ballot, rules.ALL - bounds.off)
+        self.run = Run(stage_of, bounds.microbatches, rules.ALL - bounds.off)
         self._numbers: dict[Local, int] = {}
         self._locals: list[Local] = []
         self._delivered: dict[tuple[int, int, int, int, int | None], int] = {}
@@ -389,7 +389,7 @@ class Space:
     def _restart(self, state: State) -> Iterator[tuple[Label, State]]:
         """A dead peer begins again, and knows nothing but its number."""
         for p in members(state.dead & (1 << len(self.bounds.accumulated)) - 1):
-            row = Row((self.own(state, p).version[0] + 1, 0), 0, 0, trains="joining" not in self.run.rules)
+            row = Row((self.own(state, p).version[0] + 1, 0), 0, 0, trains=False)
             rows = [row if q == p else BLANK for q in range(self.n)]
             after = self._with(state._replace(dead=state.dead & ~(1 << p)), p, self.number(Local(tuple(rows), stale=True)))
             yield ("restarts", p, None), self._settled(after)
