@@ -1,5 +1,4 @@
-"""Executions that agreement must survive: a script of faults leads to the hard moment, and every way to go on is explored.
-"""
+"""Executions that agreement must survive: a script of faults leads to the hard moment, and every way to go on is explored."""
 
 from __future__ import annotations
 
@@ -53,8 +52,20 @@ EXECUTIONS = {
     8: Execution(
         "X counts A's round, and Y hears both of two rounds",
         ONE,
-        ("A reduce", "B reduce", "B finishes", "B freezes", "A fails", "A misses B", "X hears A", "Y hears A")
-        + ("A patience", "A finishes", "B wakes", "Y hears B"),
+        (
+            "A reduce",
+            "B reduce",
+            "B finishes",
+            "B freezes",
+            "A fails",
+            "A misses B",
+            "X hears A",
+            "Y hears A",
+            "A patience",
+            "A finishes",
+            "B wakes",
+            "Y hears B",
+        ),
         witnesses=2,
     ),
     9: Execution(
@@ -72,7 +83,9 @@ EXECUTIONS = {
         SPLIT,
         (*JOIN, "A dies", "B fails", "C fails", "A restarts", QUIET),
     ),
-    16: Execution("A and B do not hear each other, and both hear C", SPLIT, (*JOIN, "A cut B", "A fails", "B fails", "C fails")),
+    16: Execution(
+        "A and B do not hear each other, and both hear C", SPLIT, (*JOIN, "A cut B", "A fails", "B fails", "C fails")
+    ),
     23: Execution(
         "all links between A, B and C fail for a while, and A and B finish alone",
         SPLIT,
@@ -86,16 +99,50 @@ EXECUTIONS = {
     25: Execution(
         "A and X are cut from B and Y, A freezes as it reduces alone, the others go on and meet X, A wakes",
         ONE,
-        ("A reduce", "B reduce", "A cut B", "A cut Y", "B cut X", "X cut Y", "A fails", "B fails", QUIET)
-        + ("A patience", "A freezes", QUIET, "B patience", "B finishes", QUIET)
-        + ("A heals B", "A heals Y", "B heals X", "X heals Y", QUIET, "A wakes"),
+        (
+            "A reduce",
+            "B reduce",
+            "A cut B",
+            "A cut Y",
+            "B cut X",
+            "X cut Y",
+            "A fails",
+            "B fails",
+            QUIET,
+            "A patience",
+            "A freezes",
+            QUIET,
+            "B patience",
+            "B finishes",
+            QUIET,
+            "A heals B",
+            "A heals Y",
+            "B heals X",
+            "X heals Y",
+            QUIET,
+            "A wakes",
+        ),
         witnesses=2,
     ),
     26: Execution(
         "A freezes with a ballot of its own, C adds what only A had, A wakes",
         (2, 1, 0),
-        (*JOIN, "A cut B", "A fails", "B fails", "C fails", "A heals B", QUIET, "A patience", "A freezes", QUIET)
-        + ("B patience", "C hears B", "A wakes", "C hears A"),
+        (
+            *JOIN,
+            "A cut B",
+            "A fails",
+            "B fails",
+            "C fails",
+            "A heals B",
+            QUIET,
+            "A patience",
+            "A freezes",
+            QUIET,
+            "B patience",
+            "C hears B",
+            "A wakes",
+            "C hears A",
+        ),
     ),
 }
 
@@ -110,7 +157,9 @@ def play(space: Space, script: tuple[str, ...]) -> State:
         ways = [(label, after) for label, after in space.successors(state)]
         found = next((after for label, after in ways if space.words(label).startswith(words)), None)
         if found is None:
-            raise LookupError(f"{words} cannot happen now; possible: {', '.join(space.words(label) for label, _ in ways)}")
+            raise LookupError(
+                f"{words} cannot happen now; possible: {', '.join(space.words(label) for label, _ in ways)}"
+            )
         state = found
     space.faults = False
     return state
@@ -127,6 +176,10 @@ def settled(space: Space, state: State) -> State:
 
 def space_of(execution: Execution, off: frozenset[str] = frozenset()) -> Space:
     """The states in which ``execution`` happens."""
-    microbatches = max(s.bit_length() for s in execution.accumulated) + (not execution.sealed)
     faults = {"death": 2, "cut": 4, "one way": 2, "sleep": 2, "restart": 1}
-    return Space(Bounds(execution.accumulated, microbatches, sealed=execution.sealed, witnesses=execution.witnesses, faults=faults, max_ballot=5, off=off))
+    microbatches = 0 if execution.sealed else 2
+    return Space(
+        Bounds(
+            execution.accumulated, microbatches, execution.sealed, execution.witnesses, faults, max_ballot=5, off=off
+        )
+    )

@@ -5,7 +5,6 @@ What the model leaves out, and why that is sound or where it is not, is in proof
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,21 +61,23 @@ KINDS = ("death", "cut", "one way", "sleep", "restart", "lost chunk")
 """Faults. ``lost chunk``: a reduction fails at one member though all are there."""
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """What is explored. ``accumulated``: sets of stage 0's replicas at the beginning. ``heals``: may cuts end?"""
+class Bounds(NamedTuple):
+    """What is explored. ``accumulated``: the sets of stage 0's replicas at the beginning, as bitmaps, ``sealed`` or not.
+    ``witnesses``: peers of stage 1, which have their gradient. ``faults``: number of each of KINDS. ``max_ballot``: a
+    state that waits for a later ballot counts as stuck. ``off``: rules that do not hold."""
 
     accumulated: tuple[int, ...]
-    microbatches: int
+    microbatches: int = 0
+    """0: those of ``accumulated``."""
     sealed: bool = True
     witnesses: int = 1
-    faults: dict[str, int] = field(default_factory=dict)
-    max_ballot: int = 2
+    faults: dict[str, int] = {}  # noqa: RUF012
+    max_ballot: int = 3
     off: frozenset[str] = frozenset()
     piecemeal: bool = False
     """Rows also arrive one by one, in any order, not only with all that their carrier knows."""
     late_detection: bool = True
-    """Peers notice that another one is gone only after all news has arrived."""
+    """Peers notice that another one is gone only after all news has arrived, not at any time."""
 
 
 class Space:
@@ -86,7 +87,9 @@ class Space:
         replicas = len(bounds.accumulated)
         stage_of = (0,) * replicas + (1,) * bounds.witnesses
         self.bounds, self.n, self.faults = bounds, len(stage_of), True
-        self.run = Run(stage_of, bounds.microbatches, rules.ALL - bounds.off)
+        self.run = Run(
+            stage_of, bounds.microbatches or max(s.bit_length() for s in bounds.accumulated), rules.ALL - bounds.off
+        )
         self._numbers: dict[Local, int] = {}
         self._locals: list[Local] = []
         self._delivered: dict[tuple[int, int, int, int, int | None], int] = {}
@@ -111,7 +114,9 @@ class Space:
     @cached_property
     def initial(self) -> State:
         b, everyone = self.bounds, (1 << self.n) - 1
-        rows = [Row((0, 0), everyone & ~(1 << p), s, seal=(0, s) if b.sealed else None) for p, s in enumerate(b.accumulated)]
+        rows = [
+            Row((0, 0), everyone & ~(1 << p), s, seal=(0, s) if b.sealed else None) for p, s in enumerate(b.accumulated)
+        ]
         alone = Round(0, (), 0)  # stage 1 has its gradient
         witness = [Row((0, 0), everyone & ~(1 << p), 0, holds=(alone,), vote=alone) for p in range(len(rows), self.n)]
         number = self.number(Local((*rows, *witness)))
@@ -148,7 +153,10 @@ class Space:
         key = (p, q, of_p, of_q, only)
         if (found := self._delivered.get(key)) is None:
             mine, theirs = self._locals[of_p], self._locals[of_q]
-            rows = [a if o == p or only not in (None, o) or a.version >= b.version else b for o, (a, b) in enumerate(zip(mine.rows, theirs.rows, strict=True))]
+            rows = [
+                a if o == p or only not in (None, o) or a.version >= b.version else b
+                for o, (a, b) in enumerate(zip(mine.rows, theirs.rows, strict=True))
+            ]
             if mine.rows[p].applied is not None:
                 rows = list(mine.rows)
             elif not rows[p].hears >> q & 1:
@@ -183,7 +191,7 @@ class Space:
             own_stage = self.run.stage_of[p]
             return self._holder(state, p, action.what[own_stage])
         if action.kind == "propose":
-            return action.what.round.ballot <= self.bounds.max_ballot
+            return bool(action.what.round.ballot <= self.bounds.max_ballot)
         return action.kind != "wait"
 
     def _holder(self, state: State, p: int, round_: Round) -> bool:
@@ -207,7 +215,9 @@ class Space:
             return False
         linked = self.topology(state).linked[p]
         for other, *_ in round_.members:
-            left = not self._takes_part(state, other, round_) and self.local(state, other).reducing.last >= round_.ballot
+            left = (
+                not self._takes_part(state, other, round_) and self.local(state, other).reducing.last >= round_.ballot
+            )
             if other != p and (left or not linked >> other & 1):
                 return True
         return False
@@ -246,7 +256,9 @@ class Space:
                 for q in (q for x, q, _ in news if x == p):
                     number = self.deliver(p, q, number, state.locals[q])
                 yield ("hears all", p, None), p, self._settled(self._with(state, p, number))
-        acts = [(p, a) for p in self._awake(state) if self.possible(state, p, a := self.decision(state, p, patient=False))]
+        acts = [
+            (p, a) for p in self._awake(state) if self.possible(state, p, a := self.decision(state, p, patient=False))
+        ]
         for p, action in acts:
             label, after = self._done(state, p, action)
             yield label, p, after
@@ -267,7 +279,9 @@ class Space:
     def _awake(self, state: State) -> tuple[int, ...]:
         return self.topology(state).up
 
-    def _detected(self, state: State, news: list[tuple[int, int, int]], *, quiet: bool) -> Iterator[tuple[Label, int, State]]:
+    def _detected(
+        self, state: State, news: list[tuple[int, int, int]], *, quiet: bool
+    ) -> Iterator[tuple[Label, int, State]]:
         """Peers notice who is gone, or back; and a peer that stood still has synced."""
         for p in self._awake(state):
             row, true = self.own(state, p), self.topology(state).heard[p]
@@ -283,7 +297,9 @@ class Space:
     def _patient(self, state: State) -> Iterator[tuple[Label, int, State]]:
         """One usual round has passed since the last news, and no action but this is left."""
         moving = sum(1 << p for p in self._awake(state) if self.can_finish(state, p))
-        wanting = {p: a for p in self._awake(state) if self.possible(state, p, a := self.decision(state, p, patient=True))}
+        wanting = {
+            p: a for p in self._awake(state) if self.possible(state, p, a := self.decision(state, p, patient=True))
+        }
         proposing = [p for p, a in wanting.items() if a.kind == "propose"]
         for p, action in wanting.items():
             seen = rules.reached(self.run, self.local(state, p).rows, p)
@@ -313,11 +329,13 @@ class Space:
                 return label, self._change(state, p, accumulated=before | 1 << what)
             proposal = rules.current(self.run, self.local(state, p).rows, p)
             named = None if proposal is None else rules.names(proposal.round, p)
-            if named == (p, row.version[0], *row.seal) and not proposal.round.chosen >> p & 1:
+            if proposal is not None and named == (p, row.version[0], *row.seal) and not proposal.round.chosen >> p & 1:
                 before = 0  # its set overlaps another one
             number = row.seal[0] + (named is not None)
             after = before | 1 << what
-            return label, self._change(state, p, accumulated=after, seal=(number, row.seal[1] if named is None else after))
+            return label, self._change(
+                state, p, accumulated=after, seal=(number, row.seal[1] if named is None else after)
+            )
         if action.kind == "seal":
             return label, self._change(state, p, seal=(0, row.accumulated))
         if action.kind == "propose":
@@ -328,13 +346,15 @@ class Space:
         if action.kind == "take":
             return label, self._held(state, p, what)
         if action.kind == "lose":
+            if self._holder(state, p, what[self.run.stage_of[p]]):
+                raise Broken(f"{self.name(p)} gives up a gradient that it can get")
             return label, self._change(state, p, trains=False)
         mine = what[self.run.stage_of[p]]
         self._check_record(state, p, what)
         holds = row.holds if mine in row.holds else (*row.holds, mine)
         return label, self._change(state, p, applied=what, holds=holds)
 
-    def _held(self, state: State, p: int, round_: Round) -> State:
+    def _held(self, state: State, p: int, round_: Any) -> State:
         row = self.own(state, p)
         state = self._reduces(state, p, None)
         vote = round_ if row.vote is None or "one vote" not in self.run.rules else row.vote
@@ -351,7 +371,9 @@ class Space:
             number = self.number(self.local(state, p)._replace(stale=True))
             awake = self._settled(self._with(state._replace(asleep=state.asleep & ~(1 << p)), p, number))
             yield ("wakes", p, None), awake
-            if "look first" not in self.run.rules and self.possible(awake, p, action := self.decision(awake, p, patient=True)):
+            if "look first" not in self.run.rules and self.possible(
+                awake, p, action := self.decision(awake, p, patient=True)
+            ):
                 label, after = self._done(awake, p, action)
                 yield ("wakes", p, None, "patience", p, None, *label), after
         for a in range(self.n):
@@ -364,9 +386,15 @@ class Space:
     def _death(self, state: State) -> Iterator[tuple[Label, State]]:
         for p in range(self.n):
             if not state.dead >> p & 1:
-                rows = tuple(BLANK._replace(version=(self.own(state, p).version[0], 0)) if q == p else BLANK for q in range(self.n))
+                rows = tuple(
+                    BLANK._replace(version=(self.own(state, p).version[0], 0)) if q == p else BLANK
+                    for q in range(self.n)
+                )
                 after = self._with(state, p, self.number(Local(rows)))
-                yield ("dies", p, None), self._settled(after._replace(dead=state.dead | 1 << p, asleep=state.asleep & ~(1 << p)))
+                yield (
+                    ("dies", p, None),
+                    self._settled(after._replace(dead=state.dead | 1 << p, asleep=state.asleep & ~(1 << p))),
+                )
 
     def _sleep(self, state: State) -> Iterator[tuple[Label, State]]:
         for p in self._awake(state):
@@ -391,7 +419,9 @@ class Space:
         for p in members(state.dead & (1 << len(self.bounds.accumulated)) - 1):
             row = Row((self.own(state, p).version[0] + 1, 0), 0, 0, trains=False)
             rows = [row if q == p else BLANK for q in range(self.n)]
-            after = self._with(state._replace(dead=state.dead & ~(1 << p)), p, self.number(Local(tuple(rows), stale=True)))
+            after = self._with(
+                state._replace(dead=state.dead & ~(1 << p)), p, self.number(Local(tuple(rows), stale=True))
+            )
             yield ("restarts", p, None), self._settled(after)
 
     def _lost_chunk(self, state: State) -> Iterator[tuple[Label, State]]:
@@ -408,10 +438,12 @@ class Space:
             number = self.number(Local(rows))
         return state._replace(locals=(*state.locals[:p], number, *state.locals[p + 1 :]))
 
-    def _change(self, state: State, p: int, **fields: object) -> State:
+    def _change(self, state: State, p: int, **fields: Any) -> State:
         local = self.local(state, p)
         row = changed(local.rows[p], **fields)
-        return self._settled(self._with(state, p, self.number(local._replace(rows=(*local.rows[:p], row, *local.rows[p + 1 :])))))
+        return self._settled(
+            self._with(state, p, self.number(local._replace(rows=(*local.rows[:p], row, *local.rows[p + 1 :]))))
+        )
 
     def _reduces(self, state: State, p: int, round_: Round | None) -> State:
         local = self.local(state, p)
@@ -456,7 +488,9 @@ class Space:
             return
         for q, other in applied.items():
             if other is not None and not state.apart & self._link(q, p):
-                raise Broken(f"{self.name(p)} makes the record {self.text(record)}, and {self.name(q)} applied {self.text(other)}")
+                raise Broken(
+                    f"{self.name(p)} makes the record {self.text(record)}, and {self.name(q)} applied {self.text(other)}"
+                )
 
     def stuck(self, state: State) -> str | None:
         """The promise that a state breaks in which nothing but faults can happen: a side with a replica of each stage
@@ -464,8 +498,14 @@ class Space:
         for p in self._awake(state):
             side = members(self.topology(state).side[p])
             training = {self.run.stage_of[q] for q in side if self.own(state, q).trains}
-            if self.own(state, p).applied is None and len(training) == 1 + max(self.run.stage_of) and self.own(state, p).trains:
-                return f"{self.name(p)} waits for ever" + (", as ballots rise without end" if self._risen(state) else "")
+            if (
+                self.own(state, p).applied is None
+                and len(training) == 1 + max(self.run.stage_of)
+                and self.own(state, p).trains
+            ):
+                return f"{self.name(p)} waits for ever" + (
+                    ", as ballots rise without end" if self._risen(state) else ""
+                )
         return None
 
     def _risen(self, state: State) -> bool:
@@ -477,7 +517,7 @@ class Space:
         replicas = len(self.bounds.accumulated)
         return "ABCDE"[p] if p < replicas else "XYZ"[p - replicas]
 
-    def text(self, what: object) -> str:
+    def text(self, what: Any) -> str:
         """A microbatch, peer, round, proposal or record in words."""
         if what is None:
             return ""
@@ -487,7 +527,9 @@ class Space:
             return self.text(what.round) + (f" that needs {members(what.needs)}" if what.needs else "")
         if not isinstance(what, Round):
             return self.text(what[0])
-        parts = (f"{self.name(p)}{members(s)}" + ("" if what.chosen >> p & 1 else " dropped") for p, _, _, s in what.members)
+        parts = (
+            f"{self.name(p)}{members(s)}" + ("" if what.chosen >> p & 1 else " dropped") for p, _, _, s in what.members
+        )
         return f"({what.ballot}: {', '.join(parts)})"
 
     def words(self, label: Label) -> str:
@@ -503,5 +545,5 @@ class Broken(Exception):
     """A promise is broken."""
 
 
-def changed(row: Row, **fields: object) -> Row:
+def changed(row: Row, **fields: Any) -> Row:
     return row._replace(version=(row.version[0], row.version[1] + 1), **fields)
