@@ -85,8 +85,9 @@ class Run(NamedTuple):
 
 
 class Action(NamedTuple):
-    """``kind``: wait, accumulate, seal, propose, reduce, take, apply or lose. ``what``: a microbatch, proposal, round
-    or record."""
+    """``kind``: wait, accumulate, seal, propose, reduce, take, apply or ask. ``what``: a microbatch, proposal, round or
+    record. To ask is to request the gradient from all in reach, although no known row shows a holder: without one, the
+    stage is lost."""
 
     kind: str
     what: Any = None
@@ -259,7 +260,7 @@ def decide(run: Run, rows: Rows, me: int, reducing: Reducing, *, patient: bool) 
         live, mine = reached(run, rows, me), found[run.stage_of[me]]
         if any(mine in rows[p].holds for p in members(live)) or "lost gradient" not in run.rules:
             return Action("apply", found)
-        return Action("lose", found) if patient and own.trains else WAIT
+        return Action("ask", found) if patient and own.trains else WAIT
     if not own.trains or reducing.now is not None:  # a member that reduces finishes or fails first
         return WAIT
     if (round_ := _wanted(run, rows, me, patient=patient)) is not None:

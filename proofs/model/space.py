@@ -345,10 +345,8 @@ class Space:
             return label, self._reduces(state, p, what)
         if action.kind == "take":
             return label, self._held(state, p, what)
-        if action.kind == "lose":
-            if self._holder(state, p, what[self.run.stage_of[p]]):
-                raise Broken(f"{self.name(p)} gives up a gradient that it can get")
-            return label, self._change(state, p, trains=False)
+        if action.kind == "ask" and not self._holder(state, p, what[self.run.stage_of[p]]):
+            return ("loses", p, what), self._change(state, p, trains=False)
         mine = what[self.run.stage_of[p]]
         self._check_record(state, p, what)
         holds = row.holds if mine in row.holds else (*row.holds, mine)
