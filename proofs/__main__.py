@@ -1,4 +1,5 @@
-"""``python -m proofs``: virtual worlds of the production code, with every promise checked after each."""
+"""``python -m proofs``: virtual worlds of the production code, with every promise checked after each; and a model of a
+step's agreement, with every state explored."""
 
 from typing import Annotated
 
@@ -16,11 +17,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-
-
-@app.callback()  # one command keeps its name
-def _main() -> None:
-    pass
 
 
 @app.command(cls=Command)
@@ -46,6 +42,29 @@ def fuzz(
     many = range(first, first + seeds)
     broken = play_many(many, kind, jobs, json=json) if seed is None else play_one(seed, kind, json=json, trace=trace)
     raise typer.Exit(1 if broken else 0)
+
+
+@app.command(cls=Command)
+def model(
+    only: Annotated[str, typer.Option(metavar="WORDS", help="Only bounds and executions with these words.")] = "",
+    without: Annotated[
+        str | None, typer.Option(metavar="RULE", help="Switch this rule off, and print how a promise breaks.")
+    ] = None,
+    large: Annotated[
+        bool, typer.Option("--large", help="Also explore the bounds that take many minutes each.")
+    ] = False,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Most seconds for each of the bounds.")] = None,
+    json: JsonLines = False,
+) -> None:
+    """Explore every execution of the step's agreement within bounds, and check its promises in each state.
+
+    The rules are pure functions (proofs/model/rules.py); proofs/README.md explains them, the bounds, and what the model
+    leaves out. Exits with 1 if a promise was broken."""
+    from proofs.model.command import show_all, show_without
+
+    if without is not None:
+        raise typer.Exit(show_without(without, json=json))
+    raise typer.Exit(1 if show_all(only, seconds, large=large, json=json) else 0)
 
 
 if __name__ == "__main__":
