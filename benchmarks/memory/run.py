@@ -35,7 +35,7 @@ from muletrain.runs.measure.machine import Machine
 from muletrain.runtime.checkpoint.store import PartFacts
 from muletrain.wire.statefile import StateBuffers
 
-STEPS = 4
+STEPS = 2
 BASE = "model.layers=4 model.heads=8 model.context=128 compute.precision=fp32 train.microbatch=1 train.batch=4"
 TRACED = {
     "model_type": "gpt2",
@@ -119,7 +119,9 @@ CASES = {
     "chunked loss": Case("model.width=512 model.vocab=32768 model.context=2048 fleet.stages=4", stage=3),
     "a long context": Case("model.width=256 model.context=4096 fleet.stages=2", stage=1),
     "conversations in a row": Case(
-        "model.width=256 model.context=2048 model.attention=conversation data.path=chat.jsonl fleet.stages=2", stage=1
+        "model.width=256 model.context=2048 model.attention=conversation data.path=chat.jsonl fleet.stages=2 "
+        "optimizer.delayed=true",
+        stage=1,
     ),
     "compression": Case("model.width=512 model.compression=bottleneck model.context=512 fleet.stages=3", stage=1),
     "delayed": Case("model.width=512 fleet.stages=4 optimizer.delayed=true", stage=1),

@@ -121,8 +121,8 @@ class ModelSpec(Model):
         return self.width * self.ffn
 
     def tables_bytes(self, sequences: int) -> int:
-        """The masks of a few microbatches in which conversations are apart (``stage.seen_by``)."""
-        return 4 * 4 * sequences * self.context**2 if self.apart else 0
+        """The masks of a few microbatches in which conversations are apart (``stage.SHARED``), and one that is made."""
+        return 4 * (4 + 1) * sequences * self.context**2 if self.apart else 0
 
     def params_of(self, layer: int) -> int:
         """All blocks have the same size."""
