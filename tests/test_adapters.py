@@ -445,10 +445,11 @@ def test_other_adapters_are_refused(tmp_path: Path, change: dict[str, Any], why:
 
 
 def test_before_a_run_people_see_rank_and_adapted_layers(tmp_path: Path) -> None:
-    facts, cache = facts_of(tmp_path, "qwen2", 'adapter.targets=["q_proj", "v_proj", "down_proj"]')
+    targets = 'adapter.targets=["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]'
+    facts, cache = facts_of(tmp_path, "qwen3-moe", targets, "adapter.quantise=nf4")
     found = summary_of(facts, cache, ["cpu"])
     layers = facts.spec.layers
-    assert found.adapter == f"rank 4 in {layers} x down_proj, q_proj, v_proj"
+    assert found.adapter == f"rank 4 in {layers} x experts, q_proj, v_proj, beside weights in nf4"
     console = Console(file=io.StringIO(), width=80)
     console.print(summary_table(found))
-    assert f"adapter (LoRA): {found.adapter}" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"adapter (LoRA): {found.adapter}" in " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]

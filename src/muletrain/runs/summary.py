@@ -11,7 +11,7 @@ from muletrain.data.samples import SampleData
 from muletrain.data.shown import examples
 from muletrain.errors import DataError
 from muletrain.events import RunPrepared
-from muletrain.model.traced.adapter import is_adapter
+from muletrain.model.traced.adapter import in_base, is_adapter
 from muletrain.model.traced.chain import TracedModel
 from muletrain.strategies import listed_of
 from muletrain.units import format_count
@@ -123,13 +123,14 @@ def _start(facts: RunFacts) -> str:
 
 def _adapter(facts: RunFacts) -> str:
     """Rank and adapted layers, e.g. 'rank 16 in 28 x q_proj, v_proj'."""
-    rank, spec = facts.config.adapter.rank, facts.spec
+    rank, spec, held = facts.config.adapter.rank, facts.spec, facts.config.adapter.quantise
     if rank is None or not isinstance(spec, TracedModel):
         return ""
-    layers = {name.partition(".lora_")[0] for name in spec.shapes if is_adapter(name)}
+    layers = {in_base(name).partition(".lora_")[0] for name in spec.shapes if is_adapter(name)}
     counts = Counter(layer.rpartition(".")[2] for layer in layers)
     alike = {n: sorted(kind for kind in counts if counts[kind] == n) for n in sorted(counts.values(), reverse=True)}
-    return f"rank {rank} in " + "; ".join(f"{n} x {', '.join(kinds)}" for n, kinds in alike.items())
+    beside = "" if held == "none" else f", beside weights in {held}"
+    return f"rank {rank} in " + "; ".join(f"{n} x {', '.join(kinds)}" for n, kinds in alike.items()) + beside
 
 
 def _named(facts: RunFacts) -> str:
