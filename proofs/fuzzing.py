@@ -56,13 +56,17 @@ def play_one(seed: int, kind: str | None, *, json: bool, trace: Path | None = No
 def play_many(seeds: range, kind: str | None, jobs: int | None, *, json: bool) -> int:
     """Play all seeds and print the first failures. Returns the number of seeds that broke a promise."""
     console, begin, failed, faults, kinds = make_console(), time.monotonic(), [], 0, Counter[str]()
-    longest = (0.0, seeds.start)  # a step, in medians of its run; and the seed
+    longest = stood = (
+        0.0,
+        seeds.start,
+    )  # a step, in medians of its run; the wait after the last fault [s]; and the seeds
     with _processes(jobs or cpus()) as pool, doing("playing virtual worlds") as tell:
         for done, future in enumerate(as_completed([pool.submit(_play, seed, kind) for seed in seeds]), 1):
             result = future.result()
             faults += result["faults"]
             kinds.update(result["kinds"])
             longest = max(longest, (result["longest"], result["seed"]))
+            stood = max(stood, (result["stood_s"], result["seed"]))
             tell(done / len(seeds), f"virtual worlds, {done} of {len(seeds)}")
             if result["violations"]:
                 failed.append(result["seed"])
@@ -71,12 +75,13 @@ def play_many(seeds: range, kind: str | None, jobs: int | None, *, json: bool) -
     seconds = time.monotonic() - begin
     if json:
         summary = {"seeds": len(seeds), "faults": faults, "failed": sorted(failed), "seconds": seconds}
-        print(jsonlib.dumps({**summary, "kinds": dict(sorted(kinds.items())), "longest": longest}))
+        print(jsonlib.dumps({**summary, "kinds": dict(sorted(kinds.items())), "longest": longest, "stood_s": stood}))
         return len(failed)
     console.print(
         f"{plural(len(seeds), 'world')} with {plural(faults, 'fault')} in {seconds:.0f} s: {len(failed)} broke a promise"
     )
     console.print(f"the longest step took {longest[0]:.0f} times the median of its run (seed {longest[1]})")
+    console.print(f"after the last fault, the next step took up to {stood[0]:.0f} s (seed {stood[1]})")
     if failed:
         console.print(
             f"failed seeds: {sorted(failed)}; replay one with: python -m proofs fuzz --seed {min(failed)}"
@@ -136,6 +141,7 @@ def _play(seed: int, kind: str | None = None, trace: Path | None = None) -> dict
         "faults": len(outcome.scenario.faults),
         "kinds": list(outcome.scenario.kinds),
         "longest": outcome.longest,
+        "stood_s": outcome.stood_s,
         "violations": outcome.violations,
         "timeline": list(readable(outcome)),
     }
