@@ -93,6 +93,7 @@ def test_a_run_is_shown_and_its_owner_stops_it_from_the_page(tmp_path: Path, pee
         states = {p["name"]: p["state"] for p in found["peers"].values()}
         assert states == {f"peer-{n}": "training" for n in range(peers)}
         assert all(p["memory"] > 0 for p in found["peers"].values())
+        assert all(50e6 < p["used"] < 8e9 for p in found["peers"].values()), "of a process with torch in it"
         (folder,) = (tmp_path / "runs").iterdir()
         done = {e.step: e for e in EventTail(folder).poll() if e.kind == "step_done"}  # type: ignore[attr-defined]
         for step, t, _, loss, *_ in found["curve"]:

@@ -95,6 +95,19 @@ def free_memory(device: torch.device) -> int:
     return available if limit is None else min(available, limit)
 
 
+def used_memory(device: torch.device) -> int:
+    """Memory that this process has taken of ``device``; on the CPU resident pages, also those of files that it shares
+    [bytes]. 0: unknown."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 def _system_memory() -> int:
     try:
         meminfo = Path("/proc/meminfo").read_text()

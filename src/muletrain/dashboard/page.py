@@ -72,6 +72,8 @@ class Load:
     microbatches: float = 0.0
     params: int = 0
     memory: int = 0
+    """By estimate, for its stage."""
+    used: int = 0
     chip: str = ""
     sent: dict[str, float] = field(default_factory=dict)
     """Bytes by receiver's id."""
@@ -228,6 +230,7 @@ class RunPage:
 
     def _applied(self, event: ev.StepApplied) -> None:
         self._load(event.peer).fold(event)
+        self._load(event.peer).used = event.memory
         for receiver, classes in event.sent.items():
             link = self._links.setdefault((event.stage, self._places.get(receiver, -1)), {})
             for kind, size in classes.items():
@@ -372,6 +375,7 @@ class RunPage:
             "busy": load.busy,
             "params": load.params,
             "memory": load.memory,
+            "used": load.used,
             "parts": peer.parts,
             "recomputed": peer.recomputed,
             "send": load.per_s(sum(load.sent.values())),

@@ -193,6 +193,8 @@ class StepApplied(Event):
     """Bytes sent since the previous StepApplied, by receiving peer and class."""
     not_finite: str = ""
     """Name of the stage's first parameter with a gradient that was not finite; '': all gradients were finite."""
+    memory: int = 0
+    """Memory that the peer's process has after the step, of its device [bytes]; 0: unknown."""
 
 
 class StepDone(Event):

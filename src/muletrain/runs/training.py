@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.compute.base import WrappedCompute
-from muletrain.compute.probe import chip
+from muletrain.compute.probe import chip, used_memory
 from muletrain.compute.swap.swapped import SwappedCompute
 from muletrain.data.samples import HeldoutSamples, SampleSource
 from muletrain.events import ClientEnlisted, PeerJoined, PoolWorked, RunStarted, SampleReplaced, SlotWorked
@@ -205,7 +205,7 @@ class _Process(PeerHost):
 
     def __init__(self, training: Training, host: Host, seat: Seat) -> None:
         self._training, self._host = training, host
-        self._facts, self._offer = seat.facts, seat.machine.offer
+        self._facts, self._offer, self._device = seat.facts, seat.machine.offer, seat.machine.device
 
     def fits(self, stage: int) -> bool:
         return self._facts.needs()[stage].fits(self._offer)
@@ -215,6 +215,9 @@ class _Process(PeerHost):
 
     async def prepare(self, stage: int) -> None:
         await self._host.base(self._facts, stage)
+
+    def memory(self) -> int:
+        return used_memory(self._device)
 
     def applied(self, record: StepRecord) -> bool:
         return self._training.applied(record, self._facts.config.train.time_limit)

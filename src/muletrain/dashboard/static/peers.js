@@ -47,7 +47,7 @@ export function openPeer(k, key) {
   const run = view(k), p = run?.peers[key];
   if (!p) return;
   const facts = [["stage", p.stage], ["state", label(p)], ["device", [p.device, p.precision].filter(Boolean).join(" ")], ["builds microbatches (trainer)", p.trainer ? "yes" : "no"],
-    ["memory that its stage needs", p.memory ? bytes(p.memory) : "unknown"], ["parameters", count(p.params)], ["step", int(p.step)], ["speed", rate(p.per_s, "microbatches/s")], ["busy (share of the time in which it is not idle)", percent(p.busy)],
+    ["memory in use", p.used ? bytes(p.used) : "unknown"], ["memory that its stage needs, by estimate", p.memory ? bytes(p.memory) : "unknown"], ["parameters", count(p.params)], ["step", int(p.step)], ["speed", rate(p.per_s, "microbatches/s")], ["busy (share of the time in which it is not idle)", percent(p.busy)],
     ["microbatches accumulated", int(p.microbatches)], ["microbatches recomputed", int(p.recomputed)], ["id", p.id || "unknown"], ...Object.entries(p.to ?? {}).map(([to, n]) => [`sends to ${to}`, perSecond(n)])];
   const parts = [el("h2", { id: "dialog-title" }, p.name), el("dl", {}, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, String(value))]))];
   const close = el("button", { type: "button", onclick: () => $("dialog").close() }, "Close");

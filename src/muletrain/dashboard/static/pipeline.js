@@ -89,11 +89,12 @@ function update(s, peers, k, form, busiest) {
     parts.busy.textContent = still ? "–" : percent(peer.busy);
     parts.meter.style.width = still ? "0" : `${100 * (peer.busy ?? 0)}%`;
     parts.sends.textContent = still ? "–" : `${bytes(peer.send)}/s`;
-    parts.wayname.textContent = peer.memory ? "memory" : "parameters";
-    parts.way.parentNode?.toggleAttribute("hidden", !peer.memory && !peer.params);
-    parts.way.textContent = peer.memory ? bytes(peer.memory) : peer.params ? count(peer.params) : "–";
+    const memory = peer.used || peer.memory;
+    parts.wayname.textContent = memory ? "memory" : "parameters";
+    parts.way.parentNode?.toggleAttribute("hidden", !memory && !peer.params);
+    parts.way.textContent = memory ? bytes(memory) : peer.params ? count(peer.params) : "–";
     if (peer.under_way) parts.speed.textContent += ` · ${peer.under_way} under way`;
-    node.title = form === "lines" ? `${peer.name}: ${label(peer)}, ${parts.device.textContent}` : "busy: share of the time in which the peer was not idle; memory: as its stage needs";
+    node.title = form === "lines" ? `${peer.name}: ${label(peer)}, ${parts.device.textContent}` : "busy: share of the time in which the peer was not idle; memory: in use by its process, before the first step what its stage needs";
   }
 }
 

@@ -23,6 +23,10 @@ class PeerHost:
     async def prepare(self, stage: int) -> None:
         """See ``members.rebalancing.Mover``."""
 
+    def memory(self) -> int:
+        """Memory that the process has now, of its device [bytes]; 0: unknown."""
+        return 0
+
     def applied(self, record: StepRecord) -> bool:
         """The peer applied a step. Returns True to end the run after that step."""
         return False

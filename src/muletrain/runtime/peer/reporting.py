@@ -81,6 +81,7 @@ class Reporting:
                 apply_s=stats.apply_s,
                 wait_s=max(0.0, took - busy),
                 sent={p: dict(c) for p, c in stats.sent.items()},
+                memory=self._host.memory(),
             )
         )
         losses = work.losses.values()
