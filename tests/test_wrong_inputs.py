@@ -277,9 +277,9 @@ CASES: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
         lambda: ["adapter.rank=8", "adapter.from={models}/adapter"],
         ["adapter.rank: 8 beside adapter.from, which has 4; leave it out"],
     ),
-    "an adapter with other ranks": (
-        lambda: ["adapter.rank=none", f"adapter.from={changed(rank_pattern={'q_proj': 8})}"],
-        ["is an adapter with rank_pattern, and only LoRA and DoRA are trained further; merge it into its model"],
+    "an adapter of some layers": (
+        lambda: ["adapter.rank=none", f"adapter.from={changed(layers_to_transform=[1])}"],
+        ["is an adapter with layers_to_transform, and only LoRA and DoRA are trained further; merge it into its model"],
     ),
     "an adapter with biases": (
         lambda: ["adapter.rank=none", f"adapter.from={changed(bias='all')}"],
