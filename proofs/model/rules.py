@@ -273,7 +273,7 @@ def decide(run: Run, rows: Rows, me: int, reducing: Reducing, *, patient: bool) 
             return Action("accumulate", microbatch)
         if own.seal is None:
             return Action("seal") if accumulated(run, rows, me) == run.full else WAIT
-    if proposal is not None and proposal == own.proposal and proposal.needs:  # until its members have what it needs
+    if proposal is not None and proposal == own.proposal and proposal.needs:  # until its members have accumulated that
         better = proposed(run, rows, proposal.round.ballot, sum(1 << p for p, *_ in proposal.round.members))
         if better is not None and better != proposal:
             return Action("propose", better)

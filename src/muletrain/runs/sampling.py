@@ -27,8 +27,8 @@ FILE = "samples.jsonl"
 
 
 class Sampling:
-    """Starts the process when there is a newer checkpoint and ``SHARE`` allows it. After an error, which is said, no
-    further text is written."""
+    """Starts the process when there is a newer checkpoint and ``SHARE`` allows it. After an error, which is said, or
+    a text that took more than ``LIMIT_S``, no further one is written."""
 
     def __init__(self, folder: Path, config: RunConfig | None) -> None:
         """``folder``: the run's, whose ``FILE`` gets the texts. ``config``: of a run that this machine began."""
@@ -40,15 +40,16 @@ class Sampling:
         self._due_s = self._began_s + FIRST_S / SHARE if writes else math.inf
 
     def look(self, checkpoint: Path | None) -> None:
-        """Begin or end a text. ``checkpoint``: the newest one."""
+        """Begin or end a text. ``checkpoint``: the newest one. Raises OSError, once, if no process can begin."""
         now = time.monotonic()
         if self._process is not None:
             code, late = self._process.poll(), now - self._began_s > LIMIT_S
             if code is not None or late:
                 self.close()
-                self._due_s = now + (now - self._began_s) / SHARE if code == 0 else math.inf
+                if code == 0:
+                    self._due_s = now + (now - self._began_s) / SHARE
         elif now >= self._due_s and checkpoint not in (None, self._written) and checkpoint.is_dir():
-            self._written, self._began_s = checkpoint, now
+            self._written, self._began_s, self._due_s = checkpoint, now, math.inf
             with begun_deaf():
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", __name__, str(checkpoint), str(self._folder / FILE)],
@@ -74,7 +75,6 @@ def main(checkpoint: Path, log: Path) -> int:
 
     import torch
 
-    from muletrain.errors import MuletrainError
     from muletrain.events import EventLog, Sampled
     from muletrain.runs.checkpoint import Checkpoint
     from muletrain.runs.result import check_memory, samples
@@ -85,7 +85,7 @@ def main(checkpoint: Path, log: Path) -> int:
             found = Checkpoint.open(checkpoint)
             check_memory(found.params)
             events.emit(Sampled(found.step, samples(found, found.model())))
-        except (MuletrainError, MemoryError, RuntimeError) as e:  # torch's lack of memory is a RuntimeError
+        except Exception as e:  # of torch, of the disk: training goes on whatever happens here
             events.note(f"no text is written while the run trains: {e}", "info")
             return 1
     return 0

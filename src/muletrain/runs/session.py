@@ -239,7 +239,10 @@ class Session:
         if (news := self._disk.news()) is not None:
             self._warn(news, "disk")
         if self._stopped_s is None:
-            self._sampling.look(self.checkpoint)
+            try:
+                self._sampling.look(self.checkpoint)
+            except OSError as e:  # no memory for another process: the run needs none
+                self._warn(f"no text is written while the run trains: {e}", "samples")
 
     def _reason_to_stop(self) -> str | None:
         """Why the session should end now, as the beginning of a sentence."""

@@ -206,11 +206,17 @@ class RecordBuilder:
         """Number of peers that claim to have applied this step."""
         return len(self._claims)
 
-    def applied(self, stage: int, before_s: float) -> frozenset[bytes]:
-        """Ids of rounds of ``stage`` that a live replica of it has applied, as we heard before ``before_s``. Such a replica
-        makes no other round."""
+    def applied(self, stage: int, before_s: float) -> frozenset[str]:
+        """Live replicas of ``stage`` that have applied the step, as we heard before ``before_s``. Such a replica makes no
+        other round."""
         live, claims = self.live.stage(stage), self._claims.items()
-        return frozenset(c.entries[stage].round for peer, c in claims if peer in live and c.heard_s <= before_s)
+        return frozenset(peer for peer, claim in claims if peer in live and claim.heard_s <= before_s)
+
+    def has_applied(self, peer: str, facts: RoundEntry) -> bool:
+        """Did ``peer`` say that it applied a record with this round? The id alone would let another peer give it other
+        facts."""
+        claim = self._claims.get(peer)
+        return claim is not None and same_facts(claim.entries[facts.stage], facts)
 
     def rounds(self, stage: int) -> list[Attested]:
         """The rounds of ``stage``, most holders first."""

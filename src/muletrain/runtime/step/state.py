@@ -74,7 +74,7 @@ class StepState:
         """Replicas that attest to a round that the round's members sealed."""
         self._heard = 0
         """Seals heard so far."""
-        self._looked: tuple[int, int, int, frozenset[bytes]] | None = None
+        self._looked: tuple[int, int, int, frozenset[PeerId]] | None = None
         """The last inputs of ``_holders`` and ``_committed``."""
 
     def load(self, before: StepState | None) -> None:
@@ -228,15 +228,16 @@ class StepState:
         long_ago_s = now - self._patience.seconds()
         return long_ago_s if self._done[1] <= long_ago_s else -math.inf
 
-    def _believed(self, round_: Attested, applied: Collection[bytes]) -> bool:
+    def _believed(self, round_: Attested, applied: Collection[PeerId]) -> bool:
         """We know a round of ours by its shards. A round without us counts if most of the other replicas attest to it;
-        a single other replica is enough. So does a round of ``applied`` (``RecordBuilder.applied``): if each of the
-        others waited for the next one's word, none would be most."""
+        a single other replica is enough. So does a round that one of ``applied`` (``RecordBuilder.applied``) applied: if
+        each of the others waited for the next one's word, none would be most."""
         if self.takes_part(round_.facts):
             return self._contradiction(round_.facts) is None
         stage, me, holders = self._ctx.roster.own.stage, self._ctx.net.peer_id, round_.holders.keys()
         others = (set(self._ctx.roster.stage(stage)) | holders) - self.builder.abstaining(stage) - {me}
-        most = 2 * len(holders) > len(others | holders) or round_.facts.round in applied
+        most = 2 * len(holders) > len(others | holders)
+        most |= any(self.builder.has_applied(peer, round_.facts) for peer in applied)
         return most and not self.unsealed(round_)
 
     def _contradiction(self, entry: RoundEntry) -> str | None:
