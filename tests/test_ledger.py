@@ -241,6 +241,29 @@ def test_a_past_step_is_as_most_say_that_applied_it_if_they_are_two() -> None:
     assert alone.record() is not None, "nobody else lives"
 
 
+def test_a_replica_that_applied_the_step_is_known_by_all_that_it_says_and_since_when() -> None:
+    true, false = (entry(0), entry(1)), (entry(0), entry(1, stop=True))
+    right, wrong = record(*true), record(*false)
+    assert right is not None
+    assert wrong is not None
+    alive = Alive(THREE, ("d", "e"))
+    builder = alive.builder()
+    assert builder.claim("b", true, right.hash)
+    assert builder.applied(0, -1.0) == frozenset(), "not for long"
+    assert builder.applied(1, 0.0) == frozenset(), "it is no replica of that stage"
+    assert builder.has_applied("b", true[1])
+    assert not builder.has_applied("b", false[1]), "the same id, other facts"
+    assert not builder.has_applied("c", true[1])
+    alive.now_s = 9.0
+    assert builder.claim("b", true, right.hash)
+    assert builder.applied(0, 0.0) == {"b"}
+    alive.stages[0] = ("a", "c")
+    assert builder.applied(0, 0.0) == frozenset(), "it does not live"
+    alive.stages[0] = THREE
+    assert builder.claim("b", false, wrong.hash)
+    assert builder.applied(0, 0.0) == frozenset(), "another story is heard anew"
+
+
 def test_one_alone_expels_nobody() -> None:
     """A third decides: the two that agree both say so."""
     with pytest.raises(ProtocolError, match="one member alone"):

@@ -111,3 +111,16 @@ def test_another_owners_run_and_a_module_write_none(tmp_path: Path) -> None:
     assert Sampling(tmp_path, None)._due_s == math.inf
     module = load_config(None, ["model.factory=mine:build", "data.factory=mine:data"])
     assert Sampling(tmp_path, module)._due_s == math.inf
+
+
+@pytest.mark.usefixtures("always")
+def test_where_no_process_can_begin_it_is_said_once(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    work = Sampling(tmp_path, load_config(None, []))
+    with pytest.raises(OSError, match="Cannot allocate"):
+        work.look(latest_checkpoint(run))
+    work.look(latest_checkpoint(run))
+    work.look(tmp_path)
