@@ -321,9 +321,7 @@ def test_messages_name_peers_of_which_they_have_the_end_of_an_id() -> None:
 def test_a_client_that_is_lost_has_its_name_in_the_reason() -> None:
     """Nothing else told this view its name."""
     lost = ev.ClientLost(peer_id=ID, name="m2", reason=f"sync to {ID[-6:]}: no route to it is known", parts=1)
-    assert plain([lost], []) == [
-        "client m2 is gone (sync to m2: no route to it is known); 1 part computed again"
-    ]
+    assert plain([lost], []) == ["client m2 is gone (sync to m2: no route to it is known); 1 part computed again"]
 
 
 def test_ids_become_names_and_addresses_stay() -> None:
