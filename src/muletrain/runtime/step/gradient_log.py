@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from muletrain.network.base import Channel
+from muletrain.runtime.core.times import KEPT_S
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.record_builder import RecordBuilder
     from muletrain.runtime.transfer.blocks import StateImage
 
-KEPT_S = 60.0
-"""Seconds after the last sign of a replica that catches up, in which gradients are kept for that replica."""
 MAX_STEPS = 512
 """Most steps to keep."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from muletrain.optim.tied import product
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.averaging.mean_gradient import fetch_tied
+from muletrain.runtime.core.times import PAUSE_MAX_S, PAUSE_S
 from muletrain.runtime.members.row import TiedEntry
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.row import RoundEntry
     from muletrain.runtime.step.state import StepState
     from muletrain.runtime.transfer.blocks import Downloader
-
-PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
-"""Seconds between two tries to take the other stage's part from holders; doubles."""
 
 
 class TiedSum:
