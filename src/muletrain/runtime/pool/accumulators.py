@@ -121,7 +121,7 @@ class Accumulators:
         self._turns = asyncio.Semaphore(TRANSFERS)
         self._transfers: dict[PeerId, Transfer] = {}
         self._numbers = 0
-        self._usual = Usual(unmeasured_s=3.0, floor_s=1.0, times=4.0)
+        self._usual = Usual(unmeasured_s=1.0, floor_s=1.0, times=4.0)
         """Seconds between two chunks of a transfer."""
         self.each_s = 0.0
         """Mean seconds for each accumulator while transfers run; 0: none has come."""

@@ -200,17 +200,21 @@ class Client:
             self._heard_s = now
             self.version, self._wanted, self._steps = answer.version, answer.weights, answer.steps
             self._changed()
-        for number in answer.gone:
-            if (task := self._out.get(number)) is not None:
-                task.cancel()
-            self._work.forget_forward(number)
-        if answer.counts or answer.gone:
-            self._worked = True
-            self._tasks.spawn(self._accumulator.settle(answer.counts, answer.gone), "counted")
+        self._settle(answer)
         for wanted in answer.wanted:
             if wanted.transfer > self._handed:
                 self._handed = wanted.transfer
                 self._tasks.spawn(self._hand_over(wanted, self._session), "accumulator")
+
+    def _settle(self, said: Answer | Give) -> None:
+        """Add what counts to our accumulator, and drop what is of no use."""
+        for number in said.gone:
+            if (task := self._out.get(number)) is not None:
+                task.cancel()
+            self._work.forget_forward(number)
+        if said.counts or said.gone:
+            self._worked = True
+            self._tasks.spawn(self._accumulator.settle(said.counts, said.gone), "counted")
 
     async def _part_from(self, server: PeerId | None, session: int) -> None:
         """Tell ``server`` that we go, if it can be reached."""
@@ -371,6 +375,7 @@ class Client:
                     self._ended = True
                     self._changed()
             case Give() if sender == self._home:
+                self._settle(message)
                 self._begin(message, frame.tensors)
 
     # Parts ------------------------------------------------------------------------------------------------------------

@@ -101,7 +101,8 @@ class Desk(Protocol):
 class _Client:
     """``heard_s``: time of the last call, by the loop's clock; ``served``: number of the last answer; ``calls``: number
     of calls; ``ready``: version of the weights that the client works with; ``unable``: consecutive parts not computed;
-    ``results``: numbers of results that came since the last call; ``hurry``: the call is to be answered at once;
+    ``results``: numbers of results that came since the last call; ``told``: of those, which it heard of with another
+    part; ``hurry``: the call is to be answered at once;
     ``doubted_at``: when the client's silence was noticed; None: it is heard; ``doubted_after``: number of the last
     answer before that; ``news``: set when an answer may be different."""
 
@@ -113,6 +114,7 @@ class _Client:
     ready: int = 0
     unable: int = 0
     results: set[int] = field(default_factory=set)
+    told: set[int] = field(default_factory=set)
     hurry: bool = False
     doubted_at: float | None = None
     doubted_after: int = 0
@@ -172,6 +174,7 @@ class Clients:
             raise AdmissionError(UNKNOWN)
         client.heard_s, client.calls = loop_time_s(), client.calls + 1
         client.results.clear()
+        client.told.clear()
         client.hurry = False
         call, until = client.calls, self._clock.now() + HOLD_S
         self._take(sender, client, ask)
@@ -179,7 +182,7 @@ class Clients:
         while True:
             answer = self._answer(sender, ask, client.served + 1, client.results)
             left_s = until - self._clock.now()
-            new = answer.counts or answer.wanted or answer.version != ask.version or client.hurry
+            new = {*answer.counts} - client.told or answer.wanted or answer.version != ask.version or client.hurry
             if new or call != client.calls or left_s <= 0 or client.doubted_at is not None:
                 break
             client.news.clear()
@@ -246,6 +249,15 @@ class Clients:
             gone=gone,
             wanted=self._desk.accumulators.wanted(sender, ask.handed) if number else (),
         )
+
+    def tell(self, client: PeerId) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the verdicts on the results of ``client`` since its last call, which it hears of with its next
+        part."""
+        if (known := self._clients.get(client)) is None:
+            return (), ()
+        counts, gone = self._desk.verdicts(client, known.results - known.told)
+        known.told |= {*counts}
+        return counts, gone
 
     def wake(self, client: PeerId) -> None:
         """``client`` should hear soon that something is of no use."""

@@ -186,10 +186,11 @@ class PartsDesk:
                 self.pool.drop(part.step, part.index)
                 return call.fail(e)
         accumulate = part.what is Pass.AGAIN or (call is not None and call.accumulate)
-        work = self._compute(given, accumulate) if worker == OWN else self._send(worker, given, accumulate)
-        task = self._tasks.spawn(work, f"part {part}")
-        if worker == OWN:
-            self._own.add(task, given.number, self._identity(part))
+        if worker != OWN:
+            self._tasks.spawn(self._send(worker, given, accumulate, self.clients.tell(worker)), f"part {part}")
+            return
+        task = self._tasks.spawn(self._compute(given, accumulate), f"part {part}")
+        self._own.add(task, given.number, self._identity(part))
 
     async def _prepared(self, part: Part) -> KeptPart | None:
         """Returns the inputs of ``part``; None: the part is no longer wanted."""
@@ -204,14 +205,15 @@ class PartsDesk:
         self._parts.of(part.step).keep(part, kept)
         return kept
 
-    async def _send(self, worker: PeerId, given: Given, accumulate: bool) -> None:
-        """Give a part to a client."""
+    async def _send(
+        self, worker: PeerId, given: Given, accumulate: bool, verdicts: tuple[tuple[int, ...], tuple[int, ...]]
+    ) -> None:
+        """Give a part to a client, with the ``verdicts`` on its earlier ones."""
         kept, generation = await self._prepared(given.part), self.accumulators.generation(given.part.step)
         if kept is None:
             return self.pool.failed(worker, given.number, self._clock.now())
-        message, tensors = given_message(
-            given, kept, kept.forward_at == worker, generation, self.plan.sequences, accumulate=accumulate
-        )
+        here, whole = kept.forward_at == worker, self.plan.sequences
+        message, tensors = given_message(given, kept, here, generation, whole, verdicts, accumulate=accumulate)
         try:
             await self._net.send(worker, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_S)
             self.pool.sent(given.number, self._clock.now())
@@ -311,7 +313,8 @@ class PartsDesk:
             parts.computed_here(part)
         self.accumulators.news.set()
         if holder is not None:
-            self.lose(holder, "it took too long, and others have done its work")
+            self.clients.lapsed(holder)
+            self.lose(holder, "it took too long, and others have done its work", lapse=False)
 
     async def on_result(self, worker: PeerId, message: Result, tensor: Encoded | None) -> None:
         """A client brings back a part. The answer to the client's call says whether a gradient counts."""

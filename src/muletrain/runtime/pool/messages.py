@@ -136,7 +136,8 @@ class Chunk(Message):
 class Give(Message):
     """Gives a part. Tensors: the inputs, unless the client ``has_forward``; of a backward also the targets (on the last
     stage) or the gradient of the outputs; and positions, if conversations are apart (``Compute.forward``). ``whole``:
-    sequences of the whole microbatch. ``generation``: each begins the step's accumulators anew."""
+    sequences of the whole microbatch. ``generation``: each begins the step's accumulators anew. ``counts``, ``gone``: of
+    earlier results, as in ``Answer``: a client needs to hear of them when its next part comes."""
 
     KIND: ClassVar[str] = "hub.part"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
@@ -152,6 +153,8 @@ class Give(Message):
     whole: Natural
     accumulate: bool
     has_forward: bool = False
+    counts: Few = ()
+    gone: Few = ()
 
     @property
     def part(self) -> Part:

@@ -63,10 +63,17 @@ class _Accumulated:
 
 
 def given_message(
-    given: Given, kept: KeptPart, has_forward: bool, generation: int, whole: int, *, accumulate: bool
+    given: Given,
+    kept: KeptPart,
+    has_forward: bool,
+    generation: int,
+    whole: int,
+    verdicts: tuple[tuple[int, ...], tuple[int, ...]],
+    *,
+    accumulate: bool,
 ) -> tuple[Give, list[Encoded]]:
     """Returns the message that gives a part to a client, with tensors. ``has_forward``: the client has the part's
-    forward; ``whole``: sequences of a microbatch."""
+    forward; ``whole``: sequences of a microbatch; ``verdicts``: results of the client that count, and that do not."""
     places = [] if kept.positions is None else [kept.positions]
     what = given.part.what
     here = what is Pass.BACKWARD and has_forward
@@ -77,6 +84,8 @@ def given_message(
         whole=whole,
         accumulate=accumulate and what is not Pass.FORWARD,
         has_forward=here,
+        counts=verdicts[0],
+        gone=verdicts[1],
     )
     if what is Pass.FORWARD:
         return message, [kept.inputs, *places]
