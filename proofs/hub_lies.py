@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from muletrain.wire.frame import Frame
 
 CLIENT_LIES = ("silent", "anew", "downloads", "hurry", "twice", "others", "slow")
-"""A client brings back no result; and begins anew after some seconds; it asks for the weights again and again; it announces
+"""A client brings back no result; and begins anew after ``ANEW_S``; it asks for the weights each ``OFTEN_S``; it announces
 gradients of zero at once, as if it were very fast; it brings back each result twice; it lists other parts than are in its
 accumulator; it needs ``SLOW_S`` for each chunk of that."""
 SERVER_LIES = ("idle", "much", "weights")
 """A server says that its clients do nothing; it gives forwards whose backwards never come; it gives wrong weights."""
-SLOW_S, ANEW_S = 20.0, 3.0
+SLOW_S, ANEW_S, OFTEN_S = 20.0, 0.3, 0.05
 MUCH = 40
 """Forwards that a server gives beside each right one."""
 
@@ -59,12 +59,20 @@ class LyingClient(Client):
                 message = message.model_copy(update={"givings": (*message.givings[1:], message.givings[-1] + 1000)})
         await super()._send(message, tensors)
 
-    async def _answer(self, home: PeerId) -> Any:
-        if self.how == "downloads" and self._wanted is not None:
-            ask = GetWeights(weights=self._wanted, chunks=tuple(range(1000)))
-            for server in self._servers.known:
-                await self._weights._send(server, ask)
-        return await super()._answer(home)
+    async def _call(self, session: int) -> None:
+        asks = self._tasks.spawn(self._ask_often(), "downloads")
+        try:
+            await super()._call(session)
+        finally:
+            asks.cancel()
+
+    async def _ask_often(self) -> None:
+        while True:
+            await self._clock.sleep(OFTEN_S)
+            if self.how == "downloads" and self._wanted is not None:
+                ask = GetWeights(weights=self._wanted, chunks=tuple(range(1000)))
+                for server in self._servers.known:
+                    await self._weights._send(server, ask)
 
 
 class LyingServer:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 ALONE = ("pipeline.seats", "compute.precision")
 """Settings of worlds that have no clients."""
+FALSE = "false", "hurry"
+"""Lies about gradients."""
 
 
 def _hub(s: Scenario, rng: random.Random) -> Scenario | None:
@@ -48,13 +50,15 @@ def _hub_lie(s: Scenario, rng: random.Random) -> Scenario | None:
         [rng.choice([p for p, _ in s.members])] if server else rng.sample(hub.clients, rng.randint(1, len(hub.clients)))
     )
     lies = [(w, rng.choice(SERVER_LIES if server else (*CLIENT_LIES, "false"))) for w in who]
+    false = [lie for lie in lies if lie[1] in FALSE][1:]  # two that lie alike are not found
+    lies = [(w, "twice") if (w, how) in false else (w, how) for w, how in lies]
     faults = [
         Fault(0.0, "corrupt", (w,), FOR_EVER_S, how="reversed")
         if how == "false"
         else Fault(rng.uniform(0.0, span(s)), "lie", (w,), FOR_EVER_S, how=how)
         for w, how in lies
     ]
-    checked = any(how in ("false", "hurry") for _, how in lies)
+    checked = any(how in FALSE for _, how in lies)
     others = tuple(o for o in s.overrides if not o.startswith("hub.verify"))
     return with_faults(replace(hub, faults=(), overrides=(*others, *(["hub.verify=1.0"] if checked else []))), faults)
 
