@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
 
-CALL_S, CALL_FLOOR_S = 10.0, 2.0
-"""Seconds for a call, before any was answered, and at least."""
+CALL_S, CALL_FLOOR_S = 10.0, 3.0
+"""Seconds for a call, before any was answered, and at least: a server may hold it for a second."""
 OTHERS_S = 0.5
 """Seconds for the answers of other servers after the first answer."""
 ASKED, COUNTED = 4, 16
