@@ -53,6 +53,7 @@ from muletrain.sim.host import VirtualHost
 from muletrain.sim.loop import MachineClock
 from proofs import reference
 from proofs.faulty import FaultyCompute
+from proofs.hub_lies import SERVER_LIES, LyingClient, LyingServer
 from proofs.links import Links
 from proofs.lying import Liar
 from proofs.scenario import BACKWARD_S, FORWARD_S, SUSPENDED, stage_of
@@ -125,7 +126,7 @@ class World(VirtualHost):
         for name, rate in scenario.narrow:
             self.hub.roads.lay(name, Road(rate, rate, scenario.queue_s))
         self.networks: dict[str, MemoryNetwork] = {}
-        self.liars: dict[str, Liar] = {}
+        self.liars: dict[str, Liar | LyingServer | LyingClient] = {}
         self.stages: dict[str, FaultyCompute] = {}
         self.computes: dict[str, PacedCompute] = {}
         self.peers: dict[str, Peer] = {}
@@ -241,12 +242,17 @@ class World(VirtualHost):
             sharing.store = Store(self._folder / f"tokens-{name}", 1 << 20)
         return sharing
 
-    def _network(self, name: str) -> MemoryNetwork | Liar:
+    def _network(self, name: str) -> MemoryNetwork | Liar | LyingServer:
         network = self.networks[name]
-        if not any(f.kind == "lie" and f.who == (name,) for f in self.scenario.faults):
+        lies = [f.how for f in self.scenario.faults if f.kind == "lie" and f.who == (name,)]
+        if not lies:
             return network
+        if lies[0] in SERVER_LIES:
+            server = self.liars[name] = LyingServer(network)
+            return server
         rng, everyone = random.Random(f"lies/{self.scenario.seed}/{name}"), tuple(p for p, _ in self.scenario.members)
-        return self.liars.setdefault(name, Liar(network, rng, self.scenario.microbatches, everyone))
+        liar = self.liars[name] = Liar(network, rng, self.scenario.microbatches, everyone)
+        return liar
 
     async def _peer(self, name: str, *, joins_as: str = "") -> dict[str, Tensor] | None:
         """Live one peer's life; return its state if it reaches the end. ``joins_as``: its name if it joins."""
@@ -304,7 +310,11 @@ class World(VirtualHost):
         compute = self.computes[name] = self._paced(self.stages[name], clock)
         servers = tuple(m.id for m in self._genesis.members if m.stage == stage)
         tasks = Tasks(InlineExecutor())
-        client = Client(network, clock, tasks, compute, self._facts.plan, self._genesis.config, name, servers)
+        lies = any(f.kind == "lie" and f.who == (name,) for f in self.scenario.faults)
+        made = LyingClient if lies else Client
+        client = made(network, clock, tasks, compute, self._facts.plan, self._genesis.config, name, servers)
+        if isinstance(client, LyingClient):
+            self.liars[name] = client
         await self.live(name, network, client.run(), tasks)
         self._outcome.ends.setdefault(name, LEFT)
 

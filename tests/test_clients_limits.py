@@ -26,7 +26,7 @@ from muletrain.runtime.pool.checks import LEAST, Checks
 from muletrain.runtime.pool.client import PATIENCE_S, Client
 from muletrain.runtime.pool.clients import ENLISTS, ENLISTS_PER_S, Clients
 from muletrain.runtime.pool.desk import PartsDesk
-from muletrain.runtime.pool.messages import Enlist
+from muletrain.runtime.pool.messages import Next
 from muletrain.runtime.pool.server import PooledCompute
 from muletrain.runtime.pool.servers import NoServer
 from proofs import reference
@@ -49,18 +49,24 @@ def server_in(hub: MemoryHub, emit: Any, tasks: Tasks) -> Clients:
     """Stage 0's only server."""
     net = hub.join("server")
     pool = SimpleNamespace(
-        enlist=lambda who: None, speed=lambda: 0.0, own_speed=lambda: 0.0, helpers=lambda each_s: 0.0
+        enlist=lambda who: None,
+        ready=lambda who, room, steps: None,
+        speed=lambda: 0.0,
+        own_speed=lambda: 0.0,
+        helpers=lambda each_s: 0.0,
     )
     desk: Any = SimpleNamespace(
         stage=0,
         inner=None,
         pool=pool,
         plan=SimpleNamespace(chunk=1),
-        accumulators=SimpleNamespace(each_s=0.0),
+        accumulators=SimpleNamespace(each_s=0.0, wanted=lambda client, handed: ()),
+        verdicts=lambda client, ask: ((), ()),
+        feed=lambda: None,
     )
     desk.lose = lambda who, why: clients.gone(who, why, 0)
     clients = Clients(desk, net, LoopClock(), tasks, SimpleNamespace(stage=lambda s: ("server",)), CONFIG, emit)  # type: ignore[arg-type]
-    clients._digest = bytes(32)
+    clients._digest, clients._version = bytes(32), 1
     return clients
 
 
@@ -75,8 +81,8 @@ def test_one_identity_that_enlists_again_and_again_writes_few_events() -> None:
             try:
                 await net.call(
                     "server",
-                    Enlist.KIND,
-                    Enlist(name="c", config=CONFIG, stage=0, enlistment=n).pack(),
+                    Next.KIND,
+                    Next(name="c", config=CONFIG, stage=0, session=n + 1).pack(),
                     timeout_s=1,
                 )
             except Refused as e:
@@ -118,8 +124,8 @@ def test_a_client_between_two_stages_hears_at_once_that_the_run_has_ended() -> N
     async def scenario() -> float:
         hub, tasks, clock = MemoryHub(), Tasks(), LoopClock()
         server, net = server_in(hub, lambda event: None, tasks), hub.join("client")
-        enlist = Enlist(name="c", config=CONFIG, stage=0, enlistment=1).pack()
-        await net.call("server", Enlist.KIND, enlist, timeout_s=1)
+        first = Next(name="c", config=CONFIG, stage=0, session=1).pack()
+        await net.call("server", Next.KIND, first, timeout_s=1)
         server._desk.lose("client", "it leaves for another stage")  # type: ignore[attr-defined]
         compute: Any = SimpleNamespace(
             stage=1, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None, room=room
@@ -177,8 +183,8 @@ def test_who_changes_its_stage_hears_that_the_run_ends_meanwhile(stopped: bool, 
     async def scenario() -> None:
         hub, tasks, host = MemoryHub(), Tasks(), host_of(spec)
         server, net, helping = server_in(hub, lambda event: None, tasks), hub.join("client"), Helping(host)
-        enlist = Enlist(name="c", config=CONFIG, stage=0, enlistment=1).pack()
-        await net.call("server", Enlist.KIND, enlist, timeout_s=1)
+        first = Next(name="c", config=CONFIG, stage=0, session=1).pack()
+        await net.call("server", Next.KIND, first, timeout_s=1)
 
         async def made(facts: object, stage: int, machine: object) -> object:
             if stage == 1 and stopped:

@@ -23,7 +23,7 @@ from muletrain.events import ClientBegan, ClientFinished, ClientLost, FaultInjec
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.chaos import Bounds, parse, readable
 from muletrain.runtime.pool import servers
-from muletrain.runtime.pool.messages import Enlisted, GetState
+from muletrain.runtime.pool.messages import Answer, Next
 from muletrain.runtime.pool.servers import Costs, Helpers, Roaming, helpers_of
 from muletrain.sim.loop import run_virtually
 from muletrain.strategies import hub
@@ -254,10 +254,10 @@ def test_of_servers_with_unequal_clients_all_are_counted() -> None:
     async def counted() -> Helpers:
         network = MemoryHub()
         for server, clients in enumerate((3, 2, 3, 2, 1, 1)):
-            state = Enlisted(
+            state = Answer(
                 weights=bytes(32), version=1, servers=(f"s{server}",), clients=clients, speed=2.0 * clients, own=1.0
             )
-            network.join(f"s{server}").serve(GetState.KIND, partial(_answer, state.pack()))
+            network.join(f"s{server}").serve(Next.KIND, partial(_answer, state.pack()))
         return await helpers_of(network.join("client"), [f"s{server}" for server in range(6)])
 
     assert run_virtually(counted(), 100.0, []) == pytest.approx((12, 24.0, 6.0))

@@ -13,9 +13,7 @@ from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.events import ClientEnlisted, ClientLost, PoolWorked, StepApplied, StepDone
 from muletrain.policy.passes import Pass
 from muletrain.policy.pool import Pool
-from muletrain.runtime.pool.clients import Clients
 from muletrain.runtime.pool.desk import PartsDesk
-from muletrain.runtime.pool.messages import Withdraw
 from muletrain.runtime.pool.work import Accumulator
 from proofs import draws
 from proofs.play import play
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from muletrain.runtime.core.messages import Message
     from proofs.verdict import Outcome
 
 torch.set_num_threads(1)
@@ -41,17 +38,16 @@ def world(*faults: Fault, steps: int = 3, clients: tuple[str, ...] = CLIENTS, se
 FAULTS = {
     "none": (),
     "all clients of a stage die at once": tuple(Fault(0.5, "kill", (c,)) for c in CLIENTS[:3]),
-    "a client dies as it hands over": (Fault(0.0, "kill", ("client-0a",), on="hub.accumulator"),),
-    "one dies before it says what it hands over": (Fault(0.0, "kill", ("client-1a",), on="hub.contents"),),
-    "a damaged accumulator": (Fault(0.0, "damage", ("client-0b",), on="hub.accumulator"),),
-    "a damaged result": (Fault(0.0, "damage", ("client-0b",), on="hub.finished", nth=2),),
+    "a client dies as it hands over": (Fault(0.0, "kill", ("client-0a",), on="hub.chunk"),),
+    "a damaged accumulator": (Fault(0.0, "damage", ("client-0b",), on="hub.chunk"),),
+    "a damaged result": (Fault(0.0, "damage", ("client-0b",), on="hub.result", nth=2),),
     "one stands still and is back": (Fault(0.3, "freeze", ("client-1b",), 40.0),),
     "one is cut off and is back": (Fault(0.6, "cut", ("client-1b",), 25.0),),
     "one computes no more": (Fault(0.4, "hang", ("client-0a",), 100.0),),
     "one is five times slower": (Fault(0.2, "slow", ("client-1a",), 100.0),),
     "one comes": (Fault(0.7, "join", ("client-1j1",)),),
     "a server dies": (Fault(0.5, "kill", ("peer-0b",)),),
-    "a server dies while clients hand over": (Fault(0.0, "kill", ("peer-1b",), on="hub.ask_accumulator"),),
+    "a server dies while clients take its weights": (Fault(0.0, "kill", ("peer-1b",), on="hub.chunk"),),
     "nine of ten leave in each step": tuple(
         Fault(0.25 + 0.9 * k, "cut", (c,), 0.5) for k in range(3) for c in CLIENTS if c != "client-0a"
     ),
@@ -138,7 +134,7 @@ def test_clients_with_nothing_to_do_help_a_server_that_lost_one(monkeypatch: pyt
     right = Pool.helpers
     monkeypatch.setattr("muletrain.runtime.pool.servers.IDLE_S", 0.1)
     monkeypatch.setattr(Pool, "helpers", lambda self, seconds: right(self, 0.01))
-    helped = play(with_a_loss(5, 96, "hub.accumulator"))
+    helped = play(with_a_loss(5, 96, "hub.chunk"))
     assert helped.violations == []
     lost = next(e for e in helped.events if isinstance(e, ClientLost) and e.parts)
     ended = next(e.t for e in helped.events if isinstance(e, StepApplied) and e.peer == lost.peer)
@@ -150,7 +146,7 @@ def test_a_client_hears_that_another_worker_computed_the_backward_of_its_forward
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A slow one, at which parts wait. It would keep the forward until it has other weights."""
-    right_done, right_tell = Pool.done, Clients.tell
+    right_done, right = Pool.done, PartsDesk.verdicts
     forwards, told = set[tuple[str, int]](), set[tuple[str, int]]()
 
     def done(self: Pool, worker: str, number: int, now: float) -> bool:
@@ -159,13 +155,13 @@ def test_a_client_hears_that_another_worker_computed_the_backward_of_its_forward
             forwards.add((worker, number))
         return counts
 
-    def tell(self: Clients, client: str, message: Message) -> None:
-        if isinstance(message, Withdraw):
-            told.add((client, message.number))
-        right_tell(self, client, message)
+    def verdicts(self: PartsDesk, client: str, numbers: Any) -> Any:
+        counts, gone = right(self, client, numbers)
+        told.update((client, number) for number in gone)
+        return counts, gone
 
     monkeypatch.setattr(Pool, "done", done)
-    monkeypatch.setattr(Clients, "tell", tell)
+    monkeypatch.setattr(PartsDesk, "verdicts", verdicts)
     slow = Fault(0.2, "slow", ("client-0a",), 100.0)
     assert play(world(slow, steps=2)).violations == []
     assert forwards & told
@@ -173,7 +169,7 @@ def test_a_client_hears_that_another_worker_computed_the_backward_of_its_forward
 
 def test_a_client_that_goes_to_another_server_hears_of_the_end() -> None:
     """It left one before the other had taken it, and looked for a server for two minutes if the run had ended."""
-    outcome = play(with_a_loss(3, 64, "hub.contents", 2))
+    outcome = play(with_a_loss(3, 64, "hub.chunk", 2))
     assert outcome.violations == []
     assert outcome.virtual_s < 60
 

@@ -18,8 +18,8 @@ from muletrain.runs.join.removal import remove, serve_members
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.pool.client import Client
 from muletrain.runtime.pool.desk import PartsDesk
-from muletrain.runtime.pool.messages import GetState
 from muletrain.runtime.pool.server import PooledCompute
+from muletrain.runtime.pool.servers import STATE
 from proofs import reference
 from proofs.scenario import Scenario
 from tests.daemons import OWNER, world
@@ -106,7 +106,7 @@ def test_a_kicked_client_is_given_nothing_more_and_its_parts_are_computed_again(
             assert [e.name for e in events if isinstance(e, ClientEnlisted)].count("stays") == 1
             assert stays.trust.belongs
             with pytest.raises(NetworkError):
-                await kicked.call(a.peer_id, GetState.KIND, GetState().pack(), timeout_s=5)
+                await kicked.call(a.peer_id, STATE.KIND, STATE.pack(), timeout_s=5)
             assert not kicked.trust.belongs, "it knows now, and its process ends"
             for task in working:
                 task.cancel()

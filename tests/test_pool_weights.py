@@ -14,7 +14,7 @@ from muletrain.config.schema import Codec
 from muletrain.network.memory import MemoryHub
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.messages import Enlist, Enlisted, GetState, GetWeights, Ready, StillThere, WeightsChunk
+from muletrain.runtime.pool.messages import Answer, Chunk, GetWeights, Next
 from muletrain.runtime.pool.weights import STALLED_S, WeightsDownload, WeightsUpload
 from muletrain.sim.fleet.hollow import PARAMS, HollowCompute, hollow_plan
 from muletrain.sim.loop import run_virtually
@@ -41,13 +41,15 @@ def test_weights_come_while_the_server_enlists_a_client(tmp_path: Path) -> None:
         upload = WeightsUpload(compute, plan.chunk, server, tasks)
         digest = await compute.digest()
         upload.begin(digest)
-        state = Enlisted(weights=digest, version=0, servers=("server",), clients=0, speed=0.0, own=0.0).pack()
+        state = Answer(weights=digest, version=1, servers=("server",), clients=0, speed=0.0, own=0.0).pack()
 
         async def answered(sender: str, payload: bytes) -> bytes:
-            return state
-
-        async def enlisted(sender: str, payload: bytes) -> bytes:
-            await clock.sleep(1.0)
+            ask = Next.unpack(payload)
+            if ask.session and not ask.version:
+                await clock.sleep(1.0)
+            elif ask.weights is not None:
+                came_s.setdefault("ready", clock.now())
+                await clock.sleep(1.0)
             return state
 
         async def heard(sender: str, frame: Frame) -> None:
@@ -55,10 +57,8 @@ def test_weights_come_while_the_server_enlists_a_client(tmp_path: Path) -> None:
             if frame.kind == GetWeights.KIND:
                 upload.on_asked(sender, GetWeights.parse(frame))
 
-        server.serve(GetState.KIND, answered)
-        server.serve(StillThere.KIND, answered)
-        server.serve(Enlist.KIND, enlisted)
-        server.receive(heard, (GetWeights.KIND, Ready.KIND))
+        server.serve(Next.KIND, answered)
+        server.receive(heard, (GetWeights.KIND,))
         client = Client(net, clock, tasks, compute, plan, bytes(32), "client", ("server",))
         working = asyncio.create_task(client.run())
         await clock.sleep(2.0)
@@ -68,7 +68,7 @@ def test_weights_come_while_the_server_enlists_a_client(tmp_path: Path) -> None:
     problems: list[str] = []
     run_virtually(scenario(), 1000.0, problems)
     assert problems == []
-    assert came_s == {GetWeights.KIND: 0.0, Ready.KIND: 1.0}
+    assert came_s == {GetWeights.KIND: 0.0, "ready": 1.0}
 
 
 def test_a_server_that_serves_another_stage_now_is_asked_for_nothing_more(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_server_that_serves_another_stage_now_is_asked_for_nothing_more(tmp_pa
         fetching = asyncio.create_task(client._weights.fetch(digest, lambda: client._servers.known, lambda: True))
         await clock.sleep(1.0)
         assert not fetching.done()
-        client._heard(Enlisted(weights=digest, version=0, servers=("there",), clients=1, speed=0.0, own=0.0))
+        client._hear(Answer(weights=digest, version=1, servers=("there",), clients=1, speed=0.0, own=0.0))
         assert await fetching is not None
         took_s.append(clock.now())
         await tasks.close()
@@ -123,7 +123,7 @@ def test_weights_that_do_not_come_in_time_tell_how_slow_the_link_is(came: int, t
         await clock.sleep(2.0)
         for chunk in range(came):
             part = values[chunk * plan.chunk : (chunk + 1) * plan.chunk]
-            await download.on_chunk(WeightsChunk(weights=digest, chunk=chunk), encode(part, Codec.FP32))
+            await download.on_chunk("server", Chunk(weights=digest, chunk=chunk), encode(part, Codec.FP32))
         late.set()
         download.news.set()
         await fetching

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.policy.pool import Pool
 from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.messages import Finished, Output
+from muletrain.runtime.pool.messages import Result
 from muletrain.runtime.pool.weights import WeightsDownload
 from muletrain.runtime.pool.work import PartWork
 from muletrain.sim.fleet.links import FleetLinks
@@ -40,7 +40,7 @@ def counted() -> Iterator[Counts]:
         nbytes = weight(links, sender, frame)
         counts.frames[frame.kind] += 1
         counts.nbytes[frame.kind] += nbytes
-        counts.parts[sender] += isinstance(frame.message, Output | Finished)
+        counts.parts[sender] += isinstance(frame.message, Result)
         return nbytes
 
     def noted(pool: Pool, worker: str, number: int, now: float) -> bool:

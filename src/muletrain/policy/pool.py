@@ -13,6 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from muletrain.policy.passes import LAST, Given, Giving, Open, Part, Pass, Uncut
+from muletrain.policy.recent import Recent
 from muletrain.policy.worker import Worker, worth_their_accumulators
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Pool:
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
+        self._gone: Recent[Worker] = Recent()
+        """Workers that were lost: their speeds are remembered."""
         self._uncut: dict[Pass, deque[Uncut]] = {Pass.FORWARD: deque(), Pass.LOSS: deque()}
         self._free: dict[Part, None] = {}
         """Parts that any worker may take, oldest first."""
@@ -47,15 +50,14 @@ class Pool:
 
     # Workers ----------------------------------------------------------------------------------------------------------
 
-    def enlist(self, worker: str, hint: float = 0.0) -> None:
-        """``worker`` comes, and takes nothing yet. ``hint``: forward passes of a sequence per second, as the worker
-        claims."""
-        self._workers[worker] = Worker(hint)
+    def enlist(self, worker: str) -> None:
+        """``worker`` comes, perhaps again, and takes nothing yet."""
+        self._workers[worker] = self._gone.pop(worker) if worker in self._gone else Worker()
 
-    def ready(self, worker: str, room: int, hint: float = 0.0, steps: Collection[int] = ()) -> None:
+    def ready(self, worker: str, room: int, steps: Collection[int] = ()) -> None:
         """``worker`` takes up to ``room`` parts at once, from now on also of ``steps``; (): of any."""
         if (known := self._workers.get(worker)) is not None:
-            known.make_ready(room, hint, steps)
+            known.make_ready(room, steps)
 
     def rest(self, now: float) -> None:
         """No worker but the server's own device takes anything until ready again."""
@@ -67,7 +69,8 @@ class Pool:
         """``worker`` is gone, and all assigned parts are free for the rest."""
         if worker in self._workers:
             self._free_of(worker, now)
-            del self._workers[worker]
+            self._workers[worker].rest()
+            self._gone[worker] = self._workers.pop(worker)
 
     def _free_of(self, worker: str, now: float) -> None:
         """Take everything back from ``worker``."""
@@ -199,11 +202,14 @@ class Pool:
             return None
         number = self._numbers = self._numbers + 1
         cost = part.cost + sum(self._givings[n].part.cost for n in taker.out)
-        slowest = min((w.speed for w in self._workers.values() if w.measured), default=0.0)
-        self._givings[number] = Giving(worker, part, now, now + taker.due_s(cost, slowest))
         taker.out.add(number)
+        self._givings[number] = Giving(worker, part, now, now + taker.due_s(cost, self._slowest()))
         self._open[part].givings.add(number)
         return Given(number, part)
+
+    def _slowest(self) -> float:
+        """Returns the speed of the slowest measured worker; 0: none is measured."""
+        return min((w.speed for w in self._workers.values() if w.measured), default=0.0)
 
     def can_check(self, step: int, *by: str) -> bool:
         """Could a worker other than ``by`` soon recompute the parts of ``step`` that ``by`` computed?"""
@@ -318,6 +324,10 @@ class Pool:
         """Is ``part`` to be computed?"""
         return part in self._open
 
+    def has_any(self, worker: str) -> bool:
+        """Has ``worker`` any part that did not come back?"""
+        return worker in self._workers and bool(self._workers[worker].out)
+
     def busy(self, worker: str, step: int) -> bool:
         """Has ``worker`` parts of ``step`` that should come back soon?"""
         if (known := self._workers.get(worker)) is None or known.late:
@@ -329,13 +339,29 @@ class Pool:
         giving = self._givings.get(number)
         return giving.part if giving is not None and giving.worker == worker else None
 
+    def wants_back(self, worker: str, number: int) -> bool:
+        """Is the result of the giving ``number`` wanted of ``worker``?"""
+        part = self.part(worker, number)
+        return part is not None and part in self._open and number in self._open[part].givings
+
     def done(self, worker: str, number: int, now: float) -> bool:
         """``worker`` brings a giving back. Returns False if not wanted (any more), or there is no such giving."""
         if (giving := self._back(worker, number)) is None:
             return False
+        first = not self._workers[worker].measured
         self._workers[worker].came_back(giving.part, giving.since, now)
         self._close(giving.part)
+        if first:
+            self._hasten()
         return True
+
+    def _hasten(self) -> None:
+        """Another worker's speed is known: wait no longer for those that have brought nothing back yet."""
+        slowest = self._slowest()
+        for giving in self._givings.values():
+            if not (taker := self._workers[giving.worker]).measured:
+                cost = sum(self._givings[n].part.cost for n in taker.out)
+                giving.due = min(giving.due, giving.since + taker.due_s(cost, slowest))
 
     def failed(self, worker: str, number: int, now: float) -> None:
         """``worker`` does not compute a given part."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.policy.deadline import Usual
@@ -19,13 +20,39 @@ LATE, FLOOR_S, UNMEASURED_S = 4.0, 0.5, 30.0
 after ``UNMEASURED_S`` [s]."""
 UNKNOWN = 4
 """Workers that are enough for a server before an accumulator has come."""
+MOST_OUT = 16
+"""Most steps for which a worker is left out."""
+
+
+@dataclass
+class Standing:
+    """What a server remembers of a client, in all of its sessions. ``lapses``: times in a row that its work was lost;
+    ``until``: version of the weights from which on it works again. The first loss costs nothing, as machines come and
+    go. After the second one the client is left out for a step, then for twice as many each time."""
+
+    lapses: int = 0
+    until: int = 0
+
+    def lapsed(self, version: int) -> None:
+        """Work with the ``version`` of the weights, or an earlier one, was lost."""
+        self.lapses += 1
+        if self.lapses > 1:
+            self.until = version + 1 + min(MOST_OUT, 2 ** (self.lapses - 2))
+
+    def kept(self) -> None:
+        """An accumulator came whole."""
+        self.lapses = 0
+
+    def left_out(self, version: int) -> bool:
+        """Is the worker left out of the steps with this ``version`` of the weights?"""
+        return version < self.until
 
 
 class Worker:
-    """``hint``: forward passes of a sequence per second, as the worker claims."""
+    """Speeds are measured here: what a worker says of its own speed counts for nothing."""
 
-    def __init__(self, hint: float) -> None:
-        self.hint, self.room = hint, 0
+    def __init__(self) -> None:
+        self.room = 0
         self.out: set[int] = set()
         """Numbers of the givings that have not come back, wanted or not."""
         self.reserved: deque[Part] = deque()
@@ -39,9 +66,9 @@ class Worker:
         self._free_at = -math.inf
         """When the last part came back."""
 
-    def make_ready(self, room: int, hint: float, steps: Collection[int]) -> None:
+    def make_ready(self, room: int, steps: Collection[int]) -> None:
         """The worker takes up to ``room`` parts at once, from now on also of ``steps``; (): of any."""
-        self.room, self.hint = room, hint
+        self.room = room
         if steps:  # a step later, the weights of the oldest are replaced
             self._steps = frozenset(s for s in self._steps if s >= min(steps) - 1) | {*steps}
 
@@ -63,8 +90,8 @@ class Worker:
 
     @property
     def speed(self) -> float:
-        """Forward passes of a sequence per second."""
-        return 1 / self._usual_s() if self.measured else self.hint
+        """Forward passes of a sequence per second; 0: unmeasured."""
+        return 1 / self._usual_s() if self.measured else 0.0
 
     def _usual_s(self) -> float:
         """Returns the seconds for a forward pass of a sequence: kinds of passes weigh as in a microbatch."""
@@ -87,7 +114,7 @@ def worth_their_accumulators(work: Sequence[float], speeds: Sequence[float], han
     """Returns how many more workers, of the mean of ``speeds`` [forward passes of a sequence per second], would end the
     step sooner: workers share parts of so much ``work`` [forward passes of a sequence], and each hands an accumulator
     over, which takes ``handing_over_s``; 0: unknown, and four workers are enough. The least of work / (sum + k mean) +
-    k handing_over_s. Speeds that clients made up can only change a number up to the number of parts."""
+    k handing_over_s."""
     if not (work and speeds):
         return 0
     together, each = sum(speeds), sum(speeds) / len(speeds)

@@ -10,12 +10,12 @@ import numpy as np
 
 from muletrain.compute.checks import is_finite
 from muletrain.compute.estimate import TRANSFERS
-from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, NetworkError, ProtocolError
+from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, ProtocolError
 from muletrain.optim.sketch import SIZE, sketch
 from muletrain.policy.deadline import Usual
 from muletrain.policy.outliers import alike
 from muletrain.policy.pool import OWN
-from muletrain.runtime.pool.messages import AccumulatorChunk, AskAccumulator, Contents
+from muletrain.runtime.pool.messages import Chunk, Wanted
 from muletrain.wire.codec import Encoded, decode
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from muletrain.clock import Clock
     from muletrain.compute.base import Compute
-    from muletrain.network.base import Network, PeerId
+    from muletrain.network.base import PeerId
     from muletrain.policy.pool import Pool
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
@@ -31,20 +31,15 @@ if TYPE_CHECKING:
     from muletrain.runtime.pool.checks import Checks
     from muletrain.runtime.pool.parts import PartsBySteps
 
-SILENT_S, STALLED_S = 10.0, 60.0
-"""Seconds without any message, and without another chunk, after which an accumulator is lost with its client, which may
-have a part to finish first."""
-SEND_S, AGAIN_S, CHECKED_S = 60.0, 0.5, 0.05
-"""Seconds for a client to take the question, until an unreachable client is asked again, and between two checks whether
-a client's results are still being verified."""
+STALLED_S = 60.0
+"""Seconds without another chunk, after which an accumulator is lost with its client, which may have a part to finish
+first."""
+CHECKED_S = 0.05
+"""Seconds between two checks whether a client's results are still being verified."""
 
 
 class NothingLeft(MuletrainError):
     """There is nothing to hand over (any more)."""
-
-
-class Unreached(MuletrainError):
-    """The client cannot be asked now."""
 
 
 class Lost(MuletrainError):
@@ -64,8 +59,17 @@ class Receiver(Protocol):
         """``client`` takes unusually long."""
         ...
 
-    def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None) -> None:
-        """``worker`` is gone. ``again_at``: the worker that computes the lost parts again."""
+    def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None, lapse: bool = True) -> None:
+        """``worker`` is gone. ``again_at``: the worker that computes the lost parts again; ``lapse``: it is the worker's
+        fault."""
+        ...
+
+    def wake(self, client: PeerId) -> None:
+        """``client`` is to hear which accumulator it should hand over."""
+        ...
+
+    def kept(self, client: PeerId) -> None:
+        """The accumulator of ``client`` came whole."""
         ...
 
     def expel(self, client: PeerId, why: str) -> None:
@@ -73,7 +77,7 @@ class Receiver(Protocol):
         ...
 
     def withdraw(self) -> None:
-        """Tell clients the parts that are no longer needed."""
+        """Have clients hear which of their parts are no longer needed."""
         ...
 
     def seed(self, step: int) -> bytes:
@@ -85,7 +89,7 @@ class Receiver(Protocol):
 class Transfer:
     """One accumulator on its way. ``begun``: chunks that came; ``left``: chunks that are not stored yet."""
 
-    number: int
+    wanted: Wanted
     values: Tensor
     left: set[int]
     begun: set[int] = field(default_factory=set)
@@ -105,20 +109,19 @@ class Accumulators:
         parts: PartsBySteps,
         calls: Calls,
         checks: Checks,
-        net: Network,
         clock: Clock,
         tasks: Tasks,
     ) -> None:
         """``inner`` takes the accumulators."""
         self._receiver, self._inner, self._pool = receiver, inner, pool
         self._parts, self._calls, self._checks = parts, calls, checks
-        self._net, self._clock, self._tasks = net, clock, tasks
+        self._clock, self._tasks = clock, tasks
         self._hedged: set[PeerId] = set()
         """Clients whose accumulators take unusually long, so the server computes the contained parts again."""
         self._turns = asyncio.Semaphore(TRANSFERS)
         self._transfers: dict[PeerId, Transfer] = {}
         self._numbers = 0
-        self._usual = Usual(unmeasured_s=3.0, floor_s=1.0, times=4.0)
+        self._usual = Usual(unmeasured_s=1.0, floor_s=1.0, times=4.0)
         """Seconds between two chunks of a transfer."""
         self.each_s = 0.0
         """Mean seconds for each accumulator while transfers run; 0: none has come."""
@@ -171,9 +174,6 @@ class Accumulators:
                 await self._add(client, step)
         except NothingLeft:
             return
-        except Unreached:
-            self._hedge(client, step)
-            await self._clock.sleep(AGAIN_S)
         except Lost as e:
             self._receiver.lose(client, str(e), again_at=OWN if e.here else None)
         finally:
@@ -192,7 +192,7 @@ class Accumulators:
         if transfer.problem:
             return  # the client was lost, and may have enlisted again by now
         if self.generation(step) != generation or not numbers <= parts.holders().get(client, set()):
-            self._receiver.lose(client, "parts in its accumulator were taken back while it came")
+            self._receiver.lose(client, "parts in its accumulator were taken back while it came", lapse=False)
         elif verify and not alike(found, parts.claimed(client, numbers)):
             self._receiver.expel(client, "its accumulator is not the sum of the gradients that it announced")
         else:
@@ -204,6 +204,7 @@ class Accumulators:
         self._pool.drop_parts(self._parts.again(client, step))
         self._parts.of(step).arrived(client, numbers)
         self._hedged.discard(client)
+        self._receiver.kept(client)
         self._receiver.withdraw()
 
     def _hedge(self, client: PeerId, step: int) -> None:
@@ -217,47 +218,46 @@ class Accumulators:
 
     async def fetch(self, client: PeerId, generation: int, step: int) -> Transfer:
         """Returns the accumulator of ``client``: the gradients that the client should have, and gradients that have
-        come to count meanwhile. Raises Lost, Unreached, and NothingLeft."""
+        come to count meanwhile. Raises Lost and NothingLeft."""
         values = await self._inner.room(self._inner.n_trained)
-        wanted = self._parts.of(step).holders().get(client, set())
-        if not wanted:
+        givings = self._parts.of(step).holders().get(client, set())
+        if not givings:
             raise NothingLeft
         self._numbers += 1
-        chunks = range(-(-self._inner.n_trained // self._receiver.plan.chunk))
-        transfer = Transfer(self._numbers, values, set(chunks))
-        ask = AskAccumulator(generation=generation, step=step, transfer=transfer.number, givings=tuple(sorted(wanted)))
-        self._transfers[client] = transfer
+        chunks = range(max(1, -(-self._inner.n_trained // self._receiver.plan.chunk)))
+        ask = Wanted(generation=generation, step=step, transfer=self._numbers, givings=tuple(sorted(givings)))
+        self._transfers[client] = transfer = Transfer(ask, values, set(chunks))
         try:
             begin, together = self._clock.now(), len(self._transfers)
-            await self._net.send(client, ask.frame(), channel=ask.CHANNEL, timeout_s=SEND_S)
+            self._receiver.wake(client)
             await self._arrival(client, step, transfer)
             self.each_s = (self._clock.now() - begin) / max(together, len(self._transfers))
-        except NetworkError as e:
-            raise Unreached(str(e)) from e
         finally:
             if self._transfers.get(client) is transfer:
                 del self._transfers[client]
-        if not wanted <= (transfer.contents or set()):
+        if not givings <= (transfer.contents or set()):
             raise Lost("its accumulator lacks parts that it should contain")
         if not await self._inner.offload(is_finite, transfer.values):
             raise Lost("its accumulator is not finite", here=True)
         return transfer
 
+    def wanted(self, client: PeerId, handed: int) -> tuple[Wanted, ...]:
+        """Returns the accumulators that ``client`` should hand over, after the hand-over number ``handed``."""
+        transfer = self._transfers.get(client)
+        return () if transfer is None or transfer.wanted.transfer <= handed else (transfer.wanted,)
+
     async def _arrival(self, client: PeerId, step: int, transfer: Transfer) -> None:
         """Wait for the whole transfer. Raises Lost, and NothingLeft if the client is lost meanwhile."""
-        loop = asyncio.get_running_loop()  # ``heard_s`` uses the loop's time
-        last, left = loop.time(), len(transfer.left)
+        last, left = self._clock.now(), len(transfer.left)
         while transfer.left or transfer.contents is None:
             if transfer.problem:
                 raise NothingLeft
             transfer.news.clear()
-            now = loop.time()
-            if len(transfer.left) < left:
-                last, left = now, len(transfer.left)
-            wait_s = min(last + STALLED_S, max(last, self._net.heard_s(client)) + SILENT_S) - now
-            if wait_s <= 0:
-                raise Lost("its accumulator does not come")
             begin = self._clock.now()
+            if len(transfer.left) < left:
+                last, left = begin, len(transfer.left)
+            if (wait_s := last + STALLED_S - begin) <= 0:
+                raise Lost("its accumulator does not come")
             try:
                 await self._clock.deadline(transfer.news.wait(), min(wait_s, self._usual.seconds()), "an accumulator")
             except DeadlineExceeded:
@@ -266,27 +266,22 @@ class Accumulators:
                 continue
             self._usual.measured(self._clock.now() - begin)
 
-    def expects(self, client: PeerId, message: AccumulatorChunk, tensors: list[Encoded]) -> None:
+    def expects(self, client: PeerId, message: Chunk, tensors: list[Encoded]) -> None:
         """Check a chunk before reading. Raises ProtocolError."""
         transfer, plan, (chunk,) = self._transfers.get(client), self._receiver.plan, tensors
-        if transfer is None or message.transfer != transfer.number:
+        if transfer is None or message.transfer != transfer.wanted.transfer:
             raise ProtocolError(f"{message.KIND}: nothing was asked for, or not this")
         size = min(plan.chunk, self._inner.n_trained - message.chunk * plan.chunk)
         if (chunk.codec, chunk.shape) != (plan.gradients, (size,)) or message.chunk in transfer.begun:
             raise Malformed(f"{message.KIND}: no chunk {message.chunk} of {chunk.codec} {chunk.shape} is expected")
 
-    def on_contents(self, client: PeerId, message: Contents) -> None:
-        """Take the list of givings that a client's accumulator has."""
-        transfer = self._transfers.get(client)
-        if transfer is not None and message.transfer == transfer.number:
-            transfer.contents = {*message.givings}
-            transfer.news.set()
-
-    async def on_chunk(self, client: PeerId, message: AccumulatorChunk, tensors: list[Encoded]) -> None:
+    async def on_chunk(self, client: PeerId, message: Chunk, tensors: list[Encoded]) -> None:
         """Take a chunk. Raises ProtocolError."""
         self.expects(client, message, tensors)
         transfer, begin = self._transfers[client], message.chunk * self._receiver.plan.chunk
         transfer.begun.add(message.chunk)
+        if message.chunk == 0:
+            transfer.contents = {*message.givings}
         out = transfer.values[begin : begin + self._receiver.plan.chunk]
         await self._inner.offload(_store, tensors[0], out)
         transfer.left.discard(message.chunk)

@@ -18,9 +18,9 @@ import numpy as np
 from muletrain.errors import Malformed
 from muletrain.optim.sketch import packed, sketch, unpacked
 from muletrain.policy.outliers import FACTOR, alike
-from muletrain.policy.passes import Part, Pass
+from muletrain.policy.passes import LAST, Part, Pass
 from muletrain.policy.pool import OWN
-from muletrain.runtime.pool.messages import Checked, Output
+from muletrain.runtime.pool.messages import Result
 from muletrain.wire.codec import encoded_size
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from muletrain.optim.sketch import Sketch
     from muletrain.policy.pool import Pool
     from muletrain.runtime.core.plan import Plan
-    from muletrain.runtime.pool.messages import Finished
     from muletrain.runtime.pool.parts import KeptPart
     from muletrain.wire.codec import Encoded
 
@@ -46,15 +45,15 @@ Place = tuple[int, int, int]
 """Step, microbatch and first sequence of a part."""
 
 
-def checked_message(number: int, found: dict[str, Sketch]) -> Checked:
+def checked_message(number: int, found: dict[str, Sketch]) -> Result:
     """Returns a client's answer with the sketches ``found``."""
-    named = {name: packed(found[name]) if name in found else None for name in ("outputs", "inputs")}
-    return Checked(number=number, gradient=packed(found["gradient"]), **named)
+    outputs, inputs = (packed(found[name]) if name in found else None for name in ("outputs", "inputs"))
+    return Result(number=number, sketch=packed(found["gradient"]), outputs=outputs, inputs=inputs)
 
 
-def checked_sketches(message: Checked) -> dict[str, Sketch]:
+def checked_sketches(message: Result) -> dict[str, Sketch]:
     """Returns the sketches in a client's answer."""
-    named = {"outputs": message.outputs, "inputs": message.inputs, "gradient": message.gradient}
+    named = {"outputs": message.outputs, "inputs": message.inputs, "gradient": message.sketch}
     return {name: unpacked(packed_) for name, packed_ in named.items() if packed_ is not None}
 
 
@@ -94,9 +93,7 @@ class Court(Protocol):
         ...
 
 
-def check_result(
-    plan: Plan, stage: int, part: Part | None, message: Output | Finished | Checked, tensors: list[Encoded]
-) -> None:
+def check_result(plan: Plan, stage: int, part: Part | None, message: Result, tensors: list[Encoded]) -> None:
     """Raises Malformed for a result that ``part`` cannot have; for a part that was taken back meanwhile (None), only
     sizes are bounded."""
     if part is None:
@@ -104,13 +101,11 @@ def check_result(
         if any(encoded_size(t.codec, t.shape) > encoded_size(plan.activations, most) for t in tensors):
             raise Malformed(f"{message.KIND}: a tensor that is larger than {plan.activations} {most}")
         return
-    if (part.what is Pass.CHECK) != isinstance(message, Checked):
-        raise Malformed(f"{message.KIND}: no such result is expected of a {part.what}")
-    if isinstance(message, Checked):
-        return
-    gives = part.what is Pass.FORWARD or (part.what is not Pass.AGAIN and stage > 0)
-    if gives != isinstance(message, Output):
-        raise Malformed(f"{message.KIND}: {'a' if gives else 'no'} tensor is expected of a {part.what}")
+    gives = part.what is Pass.FORWARD or (part.what not in LAST and stage > 0)
+    if len(tensors) != (gives and not message.problem):
+        raise Malformed(f"{message.KIND}: {len(tensors)} tensors for a {part.what}")
+    if part.what is Pass.CHECK and message.sketch is None and not message.problem:
+        raise Malformed(f"{message.KIND}: no sketches of a part that is compared")
     shape = part.rows, plan.sequence_length(part.step), plan.width
     if any((t.shape, t.codec) != (shape, plan.activations) for t in tensors):
         raise Malformed(f"{message.KIND}: a tensor that is not {plan.activations} {shape}")

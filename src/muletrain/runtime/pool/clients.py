@@ -1,45 +1,20 @@
-"""The clients of one server: membership, permitted messages, and notices."""
+"""The clients of one server: membership, answers to their calls, and permitted messages."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from muletrain.clock import loop_time_s
-from muletrain.errors import (
-    AdmissionError,
-    DeadlineExceeded,
-    NetworkError,
-    PeerUnreachable,
-    ProtocolError,
-)
+from muletrain.errors import AdmissionError, DeadlineExceeded, ProtocolError
 from muletrain.events import ClientEnlisted, ClientLate, ClientLost
-from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Debts, Recent
+from muletrain.policy.worker import Standing
 from muletrain.runtime.pool.checks import check_result
-from muletrain.runtime.pool.messages import (
-    FROM_CLIENT,
-    AccumulatorChunk,
-    AreYouThere,
-    Begun,
-    Checked,
-    Contents,
-    Ended,
-    Enlist,
-    Enlisted,
-    Finished,
-    GetState,
-    GetWeights,
-    Gone,
-    Numbered,
-    Output,
-    Ready,
-    StillThere,
-    There,
-    Unable,
-)
+from muletrain.runtime.pool.messages import FROM_CLIENT, ROOM, Answer, Chunk, Ended, GetWeights, Next, Result, checksum
 from muletrain.runtime.pool.tally import Tally
 from muletrain.runtime.pool.weights import WeightsUpload
 
@@ -51,7 +26,6 @@ if TYPE_CHECKING:
     from muletrain.events import Event
     from muletrain.network.base import Channel, Network, PeerId
     from muletrain.policy.pool import Pool
-    from muletrain.runtime.core.messages import Message
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.accumulators import Accumulators
@@ -60,22 +34,20 @@ if TYPE_CHECKING:
 
 MAX_CLIENTS = 4096
 ENLISTS, ENLISTS_PER_S = 20, 0.2
-"""Most enlistments of one client at once, and per second after that: each enlistment is an event on the disk."""
+"""Most sessions that one client begins at once, and per second after that: each is an event on the disk."""
 MAX_UNABLE = 8
 """Consecutive parts that a client may fail to compute before being dismissed."""
-SILENT_S = 3.0
-"""Seconds without a message, after which a client is asked for a sign of life; clients show life every second."""
-GONE_S, AGAIN_S = 3.0, 0.5
-"""Seconds for which a client is unreachable before the client is lost, and seconds between two tries. Accumulated
-gradients survive a shorter interruption."""
-THERE_S, THERE_FLOOR_S = 3.0, 1.5
-"""Seconds for a client to confirm its presence, before any measurement, and at least (see
-``members.FailureDetector``)."""
-SEND_S, FAREWELL_S = 60.0, 5.0
-"""Seconds for a client to take a notice, and to take the last notice."""
+HOLD_S = 1.0
+"""Longest time that a call waits for news [s]: the calls are the clients' signs of life."""
+GONE_S = 3.0
+"""Seconds without a sign of life, after which others may compute a client's parts, and after as long again the client is
+lost. Accumulated gradients survive a shorter interruption."""
+FAREWELL_S = 5.0
+"""Seconds for a client to take the last notice."""
 RECEIPT_S, LOOK_S = 0.5, 0.01
 """Seconds to wait for a sign that the last notice came, and seconds between two checks."""
 FULL = f"this server has {MAX_CLIENTS} clients, as many as it takes; try another one"
+UNKNOWN = "this server does not know this client (any more)"
 
 
 class Servers(Protocol):
@@ -95,7 +67,7 @@ class Desk(Protocol):
     pool: Pool
     accumulators: Accumulators
 
-    async def on_result(self, worker: PeerId, message: Output | Finished | Checked, tensor: Encoded | None) -> None:
+    async def on_result(self, worker: PeerId, message: Result, tensor: Encoded | None) -> None:
         """A client brings back a part."""
         ...
 
@@ -112,24 +84,41 @@ class Desk(Protocol):
         ...
 
     def doubt(self, client: PeerId) -> None:
-        """A client cannot be reached."""
+        """A client gives no sign of life."""
         ...
 
-    def there(self, client: PeerId, parts: Collection[int], uncounted: Collection[int], asked_at: float) -> None:
-        """A client is there, and had these ``parts`` and ``uncounted`` givings at ``asked_at`` [s]."""
+    def verdicts(self, client: PeerId, numbers: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns those of a client's ``numbers`` whose results count, and those whose part, result or forward is of no
+        use."""
+        ...
+
+    def there(self, client: PeerId, parts: Collection[int], doubted_at: float) -> None:
+        """A client that was doubted at ``doubted_at`` [s] is there, and computes ``parts``."""
         ...
 
 
 @dataclass
 class _Client:
-    """``since``: time of enlistment, by the loop's clock; ``unable``: consecutive parts not computed; ``asked``: the
-    client is being asked for a sign of life."""
+    """``heard_s``: time of the last call, by the loop's clock; ``served``: number of the last answer; ``calls``: number
+    of calls; ``ready``: version of the weights that the client works with; ``unable``: consecutive parts not computed;
+    ``results``: numbers of results that came since the last call; ``told``: of those, which it heard of with another
+    part; ``hurry``: the call is to be answered at once;
+    ``doubted_at``: when the client's silence was noticed; None: it is heard; ``doubted_after``: number of the last
+    answer before that; ``news``: set when an answer may be different."""
 
     name: str
-    enlistment: int
-    since: float
+    session: int
+    heard_s: float
+    served: int = 0
+    calls: int = 0
+    ready: int = 0
     unable: int = 0
-    asked: bool = False
+    results: set[int] = field(default_factory=set)
+    told: set[int] = field(default_factory=set)
+    hurry: bool = False
+    doubted_at: float | None = None
+    doubted_after: int = 0
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Clients:
@@ -153,6 +142,8 @@ class Clients:
         self._tally = Tally()
         self._lately: Recent[_Client] = Recent()
         """Lost clients, which may look for a server at the end of the run."""
+        self._standings: Recent[Standing] = Recent()
+        """What is remembered of clients, in all of their sessions."""
         self._enlisted = Debts(ENLISTS_PER_S)
         self._banned: set[PeerId] = set()
         """Clients whose results were wrong."""
@@ -166,62 +157,125 @@ class Clients:
         self._open = False
         """The weights are whole, and clients may have the weights."""
         self._weights = WeightsUpload(desk.inner, desk.plan.chunk, net, tasks)
-        self._there = Deadline(unmeasured_s=THERE_S, floor_s=THERE_FLOOR_S)
-        net.serve(Enlist.KIND, self._on_enlist)
-        net.serve(GetState.KIND, self._on_get_state)
-        net.serve(StillThere.KIND, self._on_still_there)
+        net.serve(Next.KIND, self._on_next)
         net.receive(self._on_frame, tuple(FROM_CLIENT), self)
         net.on_lost(self._on_lost, "clients")
 
-    # Who is there -----------------------------------------------------------------------------------------------------
+    # Calls ------------------------------------------------------------------------------------------------------------
 
-    async def _on_enlist(self, sender: PeerId, payload: bytes) -> bytes:
-        ask = Enlist.unpack(payload)
+    async def _on_next(self, sender: PeerId, payload: bytes) -> bytes:
+        """Answer at once if the client's state should be another one, or as soon as it should."""
+        ask = Next.unpack(payload)
+        if ask.session == 0:
+            return self._answer(sender, ask, 0).pack()
+        client = self._member(sender, ask)
+        if ask.leaves:
+            self._desk.lose(sender, "it left")
+            raise AdmissionError(UNKNOWN)
+        client.heard_s, client.calls = loop_time_s(), client.calls + 1
+        client.results.clear()
+        client.told.clear()
+        client.hurry = False
+        call, until = client.calls, self._clock.now() + HOLD_S
+        self._take(sender, client, ask)
+        client.news.set()  # an earlier call needs no answer any more
+        while True:
+            answer = self._answer(sender, ask, client.served + 1, client.results)
+            left_s = until - self._clock.now()
+            new = {*answer.counts} - client.told or answer.wanted or answer.version != ask.version or client.hurry
+            if new or call != client.calls or left_s <= 0 or client.doubted_at is not None:
+                break
+            client.news.clear()
+            with contextlib.suppress(DeadlineExceeded):
+                await self._clock.deadline(client.news.wait(), left_s, "news for a client")
+            if self._clients.get(sender) is not client:
+                raise AdmissionError(UNKNOWN)
+        client.served += 1
+        return answer.pack()
+
+    def _member(self, sender: PeerId, ask: Next) -> _Client:
+        """Returns the client that calls; another session begins anew. Raises AdmissionError."""
         if (ask.config, ask.stage) != (self._config, self._desk.stage):
             raise AdmissionError(f"this server serves stage {self._desk.stage} of another configuration; join again")
         if sender in self._banned:
             raise AdmissionError(
                 "this server does without you: results of yours were wrong; check this machine's memory"
             )
-        state = self._state()
+        known = self._clients.get(sender)
+        if known is not None and known.session == ask.session:
+            return known
+        if ask.heard or ask.leaves or self._digest is None:  # a session that is over
+            raise AdmissionError(UNKNOWN)
         if self._enlisted.add(sender, 1.0, self._clock.now()) > ENLISTS:
             raise AdmissionError("this machine enlisted too often; it is taken again in a minute")
-        if self._clients.pop(sender, None) is not None:
+        if known is not None:
             self._desk.lose(sender, "it begins anew")
         if len(self._clients) >= MAX_CLIENTS:
             raise AdmissionError(FULL)
-        self._clients[sender] = _Client(ask.name, ask.enlistment, loop_time_s())
+        client = self._clients[sender] = _Client(ask.name, ask.session, loop_time_s())
         self._desk.pool.enlist(sender)
         self._emit(ClientEnlisted(peer_id=sender, name=ask.name, stage=self._desk.stage))
-        return state.pack()
+        return client
 
-    async def _on_get_state(self, sender: PeerId, payload: bytes) -> bytes:
-        GetState.unpack(payload)
-        return self._state().pack()
+    def _take(self, sender: PeerId, client: _Client, ask: Next) -> None:
+        """Take in what a client has."""
+        if client.doubted_at is not None and ask.heard > client.doubted_after:
+            doubted_at, client.doubted_at = client.doubted_at, None
+            self._desk.there(sender, ask.parts, doubted_at)
+        ready = self._open and ask.weights == self._digest and client.ready < self._version
+        if ready and not self.standing(sender).left_out(self._version):
+            client.ready = self._version
+            self._desk.pool.ready(sender, ROOM, self._steps)
+            self._desk.feed()
 
-    async def _on_still_there(self, sender: PeerId, payload: bytes) -> bytes:
-        shown, known = StillThere.unpack(payload), self._clients.get(sender)
-        if known is None or known.enlistment != shown.enlistment:
-            raise AdmissionError("this server does not know this client (any more)")
-        if shown.missed:
-            self.look_after(sender)
-        return self._state().pack()
-
-    def _state(self) -> Enlisted:
+    def _answer(self, sender: PeerId, ask: Next, number: int, results: Collection[int] = ()) -> Answer:
         """Raises AdmissionError before there are weights, and at the end."""
         if self._digest is None:
             raise AdmissionError("this server does not serve now; try again in some seconds, or another one")
-        servers = self._servers.stage(self._desk.stage)
-        return Enlisted(
+        servers, pool = self._servers.stage(self._desk.stage), self._desk.pool
+        numbers = {*ask.parts, *ask.uncounted, *ask.forwards, *results}
+        counts, gone = self._desk.verdicts(sender, numbers) if number else ((), ())
+        return Answer(
+            number=number,
             weights=self._digest,
             version=self._version,
             steps=self._steps,
-            servers=servers,
+            servers=() if checksum(servers) == ask.servers else servers,
             clients=len(self._clients),
-            speed=self._desk.pool.speed(),
-            own=self._desk.pool.own_speed(),
-            helpers=self._desk.pool.helpers(self._desk.accumulators.each_s),
+            speed=pool.speed(),
+            own=pool.own_speed(),
+            helpers=pool.helpers(self._desk.accumulators.each_s),
+            counts=counts,
+            gone=gone,
+            wanted=self._desk.accumulators.wanted(sender, ask.handed) if number else (),
         )
+
+    def tell(self, client: PeerId) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the verdicts on the results of ``client`` since its last call, which it hears of with its next
+        part."""
+        if (known := self._clients.get(client)) is None:
+            return (), ()
+        counts, gone = self._desk.verdicts(client, known.results - known.told)
+        known.told |= {*counts}
+        return counts, gone
+
+    def wake(self, client: PeerId) -> None:
+        """``client`` should hear soon that something is of no use."""
+        if (known := self._clients.get(client)) is not None:
+            known.hurry = True
+            known.news.set()
+
+    # Who is there -----------------------------------------------------------------------------------------------------
+
+    def standing(self, client: PeerId) -> Standing:
+        """Returns what is remembered of ``client``."""
+        if client not in self._standings:
+            self._standings[client] = Standing()
+        return self._standings[client]
+
+    def lapsed(self, client: PeerId) -> None:
+        """Work of ``client`` was lost."""
+        self.standing(client).lapsed(self._version)
 
     def gone(self, client: PeerId, why: str, parts: int) -> None:
         """``client`` is lost, and with it the gradients of ``parts`` parts. A client that is there after all begins
@@ -230,7 +284,7 @@ class Clients:
             self._lately[client] = known
             self._tally.count(known.name, "redone", parts)
             self._emit(ClientLost(peer_id=client, name=known.name, reason=why, parts=parts))
-            self._tasks.spawn(self._tell(client, Ended(enlistment=known.enlistment, over=False)), Ended.KIND)
+            known.news.set()
 
     def ban(self, client: PeerId) -> None:
         """``client`` works here no more."""
@@ -247,6 +301,11 @@ class Clients:
         """A client, or the server itself, computed a part that counts."""
         self._tally.done(self._clients[worker].name if worker in self._clients else None)
 
+    @property
+    def version(self) -> int:
+        """Version of the newest weights, from 1."""
+        return self._version
+
     def report(self, step: int) -> None:
         """A step is applied."""
         self._emit(self._tally.worked(step, self._desk.stage))
@@ -259,69 +318,48 @@ class Clients:
                 self._emit(ClientLate(peer_id=client, name=self._clients[client].name))
 
     def _on_lost(self, peer: PeerId, channel: Channel) -> None:
-        """A stream with ``peer`` ended: find out now whether the client is gone, not after a missed deadline."""
+        """A stream with ``peer`` ended: frames may be lost, or the client is gone."""
         if peer in self._clients:
-            self.look_after(peer)
+            self._desk.doubt(peer)
 
-    def look_after(self, client: PeerId) -> None:
-        """Ask ``client`` whether it is there, and still ours. A client that denies this, or is unreachable for long, is
-        lost."""
-        if (known := self._clients.get(client)) is not None and not known.asked:
-            known.asked = True
-            self._tasks.spawn(self._look_after(client, known), "look after a client")
-
-    async def _look_after(self, client: PeerId, known: _Client) -> None:
-        since, ask = self._clock.now(), AreYouThere(enlistment=known.enlistment).pack()
-        while self._clients.get(client) is known:
-            begin = self._clock.now()
-            try:
-                answer = await self._net.call(
-                    client, AreYouThere.KIND, ask, timeout_s=min(self._there.seconds(), GONE_S)
-                )
-                there = There.unpack(answer)
-            except (PeerUnreachable, DeadlineExceeded) as e:
-                if self._clock.now() - since < GONE_S:
-                    await self._clock.sleep(AGAIN_S)
-                    continue
-                problem = e.why
-            except NetworkError as e:
-                problem = e.why
-            else:
-                self._there.measured(self._clock.now() - begin)
-                known.asked = False
-                self._desk.there(client, there.parts, there.uncounted, begin)
-                return
-            if self._clients.get(client) is known:
-                self._desk.lose(client, problem)
+    def doubt(self, client: PeerId) -> None:
+        """``client`` is to call again, which tells what it has."""
+        if (known := self._clients.get(client)) is not None and known.doubted_at is None:
+            known.doubted_at, known.doubted_after = self._clock.now(), known.served
+            known.news.set()
 
     def silent(self) -> tuple[PeerId, ...]:
-        """Returns the clients that were not heard of for long."""
-        since = loop_time_s() - SILENT_S
-        return tuple(p for p, c in self._clients.items() if max(c.since, self._net.heard_s(p)) < since)
+        """Returns the clients that were not heard of for long, once. Clients that are silent for as long again are
+        lost."""
+        now, now_s = self._clock.now(), loop_time_s()
+        for peer, client in list(self._clients.items()):
+            if client.doubted_at is not None and min(now - client.doubted_at, now_s - client.heard_s) > GONE_S:
+                self._desk.lose(peer, f"it has not called for {now_s - client.heard_s:.1f} s")
+        return tuple(
+            peer
+            for peer, client in self._clients.items()
+            if client.doubted_at is None and max(client.heard_s, self._net.heard_s(peer)) < now_s - GONE_S
+        )
 
-    def tell(self, client: PeerId, message: Message) -> None:
-        """Send a notice without waiting."""
-        self._tasks.spawn(self._tell(client, message), message.KIND)
-
-    async def _tell(self, client: PeerId, message: Message) -> None:
-        known = self._clients.get(client)
-        try:
-            await self._net.send(client, message.frame(), channel=message.CHANNEL, timeout_s=SEND_S)
-        except NetworkError:
-            if known is not None and self._clients.get(client) is known:
-                self._desk.doubt(client)
+    def next_look(self) -> float:
+        """Returns when ``silent`` may find a client that is lost; inf: never."""
+        return min(
+            (c.doubted_at + GONE_S for c in self._clients.values() if c.doubted_at is not None), default=math.inf
+        )
 
     async def end(self, *, over: bool) -> None:
-        """Tell all clients that this server ends; ``over``: so does the run. Returns when the clients heard it, or
+        """This server ends; ``over``: so does the run, and all clients are told. Returns when they heard it, or
         soon."""
-        clients = {**self._lately, **self._clients} if over else self._clients
-        told = [self._farewell(client, known, over=over) for client, known in clients.items()]
-        self._clients, self._digest, self._open = {}, None, False
+        clients = {**self._lately, **self._clients}
+        ended, self._clients, self._digest, self._open = self._clients, {}, None, False
+        for client in ended.values():
+            client.news.set()
         with contextlib.suppress(DeadlineExceeded):
+            told = [self._farewell(client) for client in clients if over]
             await self._clock.deadline(asyncio.gather(*told, return_exceptions=True), FAREWELL_S, "clients")
 
-    async def _farewell(self, client: PeerId, known: _Client, *, over: bool) -> None:
-        frame, begun_s = Ended(enlistment=known.enlistment, over=over).frame(), loop_time_s()
+    async def _farewell(self, client: PeerId) -> None:
+        frame, begun_s = Ended().frame(), loop_time_s()
         await self._net.send(client, frame, channel=Ended.CHANNEL, timeout_s=FAREWELL_S)
         until_s = self._clock.now() + RECEIPT_S  # the notice may have come no further than a daemon that ends with us
         while self._net.heard_s(client) < begun_s and self._clock.now() < until_s:
@@ -337,16 +375,16 @@ class Clients:
     async def expect(self, sender: PeerId, frame: Frame) -> None:
         """See ``network.base.Bounds``."""
         frame.message = message = FROM_CLIENT[frame.kind].parse(frame)
-        if isinstance(message, GetWeights | Gone):  # at the end of a run both sides say farewell
+        if isinstance(message, GetWeights):  # a client asks before the server has enlisted it
             return
         if sender not in self._clients:
             raise ProtocolError(f"{frame.kind}: from a client that is not enlisted here (any more)")
-        if isinstance(message, AccumulatorChunk):
+        if isinstance(message, Chunk):
             self._desk.accumulators.expects(sender, message, frame.tensors)
-        if isinstance(message, Output | Finished | Checked):
+        if isinstance(message, Result):
             self.check_result(sender, message, frame.tensors)
 
-    def check_result(self, sender: PeerId, message: Output | Finished | Checked, tensors: list[Encoded]) -> None:
+    def check_result(self, sender: PeerId, message: Result, tensors: list[Encoded]) -> None:
         """Raises Malformed for a result that belongs to no part of ``sender``."""
         desk = self._desk
         check_result(desk.plan, desk.stage, desk.pool.part(sender, message.number), message, tensors)
@@ -358,24 +396,20 @@ class Clients:
             return
         if (client := self._clients.get(sender)) is None:
             return  # the client was lost while the frame came
-        if isinstance(message, Numbered):
-            client.unable = client.unable + 1 if isinstance(message, Unable) else 0
+        if isinstance(message, Result):
+            client.results.add(message.number)
         match message:
-            case Output() | Finished() | Checked():
-                await self._desk.on_result(sender, message, frame.tensors[0] if frame.tensors else None)
-            case Unable() if client.unable > MAX_UNABLE:
-                self._desk.lose(sender, f"it computes nothing: {message.reason[:200]}")
-            case Unable():
-                self._desk.on_unable(sender, message.number)
-            case Ready() if self._open and message.weights == self._digest:
-                self._desk.pool.ready(sender, message.room, message.speed, self._steps)
-                self._desk.feed()
-            case Contents():
-                self._desk.accumulators.on_contents(sender, message)
-            case AccumulatorChunk():
+            case Chunk():
                 await self._desk.accumulators.on_chunk(sender, message, frame.tensors)
-            case Gone():
-                self._desk.lose(sender, "it left")
+            case Result(problem=""):
+                client.unable = 0
+                await self._desk.on_result(sender, message, frame.tensors[0] if frame.tensors else None)
+            case Result():
+                client.unable += 1
+                if client.unable > MAX_UNABLE:
+                    return self._desk.lose(sender, f"it computes nothing: {message.problem[:200]}")
+                self._desk.on_unable(sender, message.number)
+        client.news.set()
 
     # Weights ----------------------------------------------------------------------------------------------------------
 
@@ -393,5 +427,5 @@ class Clients:
         self._digests = {s: d for s, d in self._digests.items() if s + 1 in steps} | dict.fromkeys(steps, digest)
         self._weights.begin(digest)
         self._version += 1
-        for client in self._clients:
-            self.tell(client, Begun(weights=digest, version=self._version, steps=steps))
+        for client in self._clients.values():
+            client.news.set()

@@ -17,7 +17,7 @@ from muletrain.runtime.pool.accumulators import Accumulators
 from muletrain.runtime.pool.calls import Calls
 from muletrain.runtime.pool.checks import Checks, checked_sketches
 from muletrain.runtime.pool.clients import Clients
-from muletrain.runtime.pool.messages import Checked, Counted, Finished, Output, Withdraw
+from muletrain.runtime.pool.messages import SEND_S
 from muletrain.runtime.pool.parts import KeptPart, OwnParts, PartsBySteps, computed_part, given_message
 from muletrain.wire.codec import Encoded, decode, encode
 
@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.calls import Call
     from muletrain.runtime.pool.clients import Servers
+    from muletrain.runtime.pool.messages import Result
 
-SEND_S = 60.0
-"""Seconds for a client to take a message."""
 LOOK_S = 1.0
 """Most seconds between two checks for late or silent clients."""
 
@@ -71,9 +70,7 @@ class PartsDesk:
         self.calls = Calls()
         self._parts, self._own = PartsBySteps(), OwnParts(inner, self._own_ended)
         self._checks = Checks(self, clock, plan.verify, rng)
-        self.accumulators = Accumulators(
-            self, inner, self.pool, self._parts, self.calls, self._checks, net, clock, tasks
-        )
+        self.accumulators = Accumulators(self, inner, self.pool, self._parts, self.calls, self._checks, clock, tasks)
         self.clients = Clients(self, net, clock, tasks, servers, config, emit)
         tasks.spawn(self._watch(), "pool")
 
@@ -124,7 +121,7 @@ class PartsDesk:
         use."""
         parts = self._parts.steps.get(call.mb.step)
         for worker in sorted(parts.take_back(call.places)) if parts is not None else ():
-            self.lose(worker, "a microbatch was given up after a part of it was accumulated")
+            self.lose(worker, "a microbatch was given up after a part of it was accumulated", lapse=False)
         for mb in call.own:
             self.inner.discard(mb)
 
@@ -189,10 +186,11 @@ class PartsDesk:
                 self.pool.drop(part.step, part.index)
                 return call.fail(e)
         accumulate = part.what is Pass.AGAIN or (call is not None and call.accumulate)
-        work = self._compute(given, accumulate) if worker == OWN else self._send(worker, given, accumulate)
-        task = self._tasks.spawn(work, f"part {part}")
-        if worker == OWN:
-            self._own.add(task, given.number, self._identity(part))
+        if worker != OWN:
+            self._tasks.spawn(self._send(worker, given, accumulate, self.clients.tell(worker)), f"part {part}")
+            return
+        task = self._tasks.spawn(self._compute(given, accumulate), f"part {part}")
+        self._own.add(task, given.number, self._identity(part))
 
     async def _prepared(self, part: Part) -> KeptPart | None:
         """Returns the inputs of ``part``; None: the part is no longer wanted."""
@@ -207,14 +205,15 @@ class PartsDesk:
         self._parts.of(part.step).keep(part, kept)
         return kept
 
-    async def _send(self, worker: PeerId, given: Given, accumulate: bool) -> None:
-        """Give a part to a client."""
+    async def _send(
+        self, worker: PeerId, given: Given, accumulate: bool, verdicts: tuple[tuple[int, ...], tuple[int, ...]]
+    ) -> None:
+        """Give a part to a client, with the ``verdicts`` on its earlier ones."""
         kept, generation = await self._prepared(given.part), self.accumulators.generation(given.part.step)
         if kept is None:
             return self.pool.failed(worker, given.number, self._clock.now())
-        message, tensors = given_message(
-            given, kept, kept.forward_at == worker, generation, self.plan.sequences, accumulate=accumulate
-        )
+        here, whole = kept.forward_at == worker, self.plan.sequences
+        message, tensors = given_message(given, kept, here, generation, whole, verdicts, accumulate=accumulate)
         try:
             await self._net.send(worker, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_S)
             self.pool.sent(given.number, self._clock.now())
@@ -280,7 +279,7 @@ class PartsDesk:
         elif accumulate:
             self._accumulated(worker, number, part, kept, call, claim)
         if part.what is Pass.BACKWARD and kept.forward_at not in (None, OWN, worker):
-            self.clients.tell(kept.forward_at, Withdraw(number=kept.forward_number))
+            kept.forward_at = None  # the client hears it when it calls
         if call is not None:
             call.fill(part, loss, values)
             self._checks.counted(part, loss, self._worth(part, kept))
@@ -314,13 +313,13 @@ class PartsDesk:
             parts.computed_here(part)
         self.accumulators.news.set()
         if holder is not None:
-            self.lose(holder, "it took too long, and others have done its work")
+            self.clients.lapsed(holder)
+            self.lose(holder, "it took too long, and others have done its work", lapse=False)
 
-    async def on_result(self, worker: PeerId, message: Output | Finished | Checked, tensor: Encoded | None) -> None:
-        """A client brings back a part. A client with a gradient is told whether the gradient counts."""
-        if isinstance(message, Checked):
-            if (part := self.pool.part(worker, message.number)) is not None and part.what is Pass.CHECK:
-                self._checked(worker, message.number, part, checked_sketches(message))
+    async def on_result(self, worker: PeerId, message: Result, tensor: Encoded | None) -> None:
+        """A client brings back a part. The answer to the client's call says whether a gradient counts."""
+        if (part := self.pool.part(worker, message.number)) is not None and part.what is Pass.CHECK:
+            self._checked(worker, message.number, part, checked_sketches(message))
             return self.feed()
         values = None if tensor is None else await self.inner.offload(decode, tensor)
         claim = None if message.sketch is None else unpacked(message.sketch)
@@ -330,18 +329,16 @@ class PartsDesk:
         if part is not None and (fine := fine and self._checks.believes(part, message.loss, self._worth(part))):
             drawn = await self._checks.drawn(part.what, part.rows, values, claim, self.seed(part.step))
         if (part := self.pool.part(worker, message.number)) is None:  # the part was taken back meanwhile
-            self.clients.tell(worker, Counted(number=message.number, counts=False))
             return
         self.clients.check_result(worker, message, [] if tensor is None else [tensor])  # perhaps sent ahead of the part
         call = self.calls.of(part)
         accumulate = part.what is Pass.AGAIN or (call is not None and call.accumulate)
-        kept = None
         if not fine or (accumulate and self.plan.verify and claim is None):
             self.on_unable(worker, message.number)
         elif kept := self._came_back(worker, message.number, part, accumulate, message.loss, values, claim):
             self._checks.came(worker, part, kept, drawn, claim if accumulate else None)
-        if part.what is not Pass.FORWARD:
-            self.clients.tell(worker, Counted(number=message.number, counts=accumulate and kept is not None))
+        else:
+            self.clients.wake(worker)
         self.feed()
 
     def _checked(self, worker: PeerId, number: int, part: Part, found: dict[str, Sketch]) -> None:
@@ -354,6 +351,14 @@ class PartsDesk:
         """See ``accumulators.Receiver``."""
         self.clients.ban(client)
         self.lose(client, why)
+
+    def wake(self, client: PeerId) -> None:
+        """See ``accumulators.Receiver``."""
+        self.clients.wake(client)
+
+    def kept(self, client: PeerId) -> None:
+        """See ``accumulators.Receiver``."""
+        self.clients.standing(client).kept()
 
     def seed(self, step: int) -> bytes:
         """See ``accumulators.Receiver``."""
@@ -368,43 +373,52 @@ class PartsDesk:
         self.feed()
 
     def withdraw(self) -> None:
-        """Tell clients the parts that are no longer needed."""
-        for worker, number in self.pool.unwanted():
-            if worker != OWN:
-                self.clients.tell(worker, Withdraw(number=number))
+        """Have clients hear which of their parts are no longer needed."""
+        for worker, _ in self.pool.unwanted():
+            self.clients.wake(worker)
+
+    def verdicts(self, client: PeerId, numbers: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """See ``clients.Desk``. The answer about a part follows from the ledger, so it is the same however often a client
+        asks."""
+        steps = self._parts.steps.values()
+        ledger = {n for parts in steps for n in parts.holders().get(client, ())}
+        settled = {n for n in numbers if not self.pool.wants_back(client, n)}
+        kept = {n for parts in steps for n in parts.forwards_at(client)}
+        return tuple(sorted(settled & ledger)), tuple(sorted(settled - ledger - kept))
 
     def doubt(self, client: PeerId) -> None:
-        """Other workers may do the parts of ``client``, which is looked after; its accumulated gradients are not lost
+        """Other workers may do the parts of ``client`` until it calls again; its accumulated gradients are not lost
         yet."""
         self.pool.doubt(client, self._clock.now())
-        self.clients.look_after(client)
+        self.clients.doubt(client)
         self.feed()
 
-    def there(self, client: PeerId, parts: Collection[int], uncounted: Collection[int], asked_at: float) -> None:
-        """``client``, asked at ``asked_at``, computes ``parts``, and has not heard whether ``uncounted`` results
-        count."""
-        self.pool.reconcile(client, parts, asked_at, self._clock.now())
+    def there(self, client: PeerId, parts: Collection[int], doubted_at: float) -> None:
+        """See ``clients.Desk``."""
+        self.pool.reconcile(client, parts, doubted_at, self._clock.now())
         self.withdraw()
-        counted = {n for step in self._parts.steps for n in self._parts.of(step).holders().get(client, ())}
-        for number in set(uncounted).difference(parts):  # other results are on their way
-            self.clients.tell(client, Counted(number=number, counts=number in counted))
         self.feed()
 
-    def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None) -> None:
-        """``worker`` is gone, with all its work. ``again_at``: the worker that computes the lost gradients again."""
+    def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None, lapse: bool = True) -> None:
+        """``worker`` is gone, with all its work. ``again_at``: the worker that computes the lost gradients again;
+        ``lapse``: it is the worker's fault if work is lost."""
+        had_parts = self.pool.has_any(worker)
         self.pool.lost(worker, self._clock.now())
         again = self._parts.again(worker)
         self._parts.lost(worker)
         for part in again:
             self.pool.put_part(part, self._clock.now(), again_at)
         self.accumulators.lose(worker)
+        if lapse and (had_parts or again):
+            self.clients.lapsed(worker)
         self.clients.gone(worker, why, len(again))
         self.feed()
 
     async def _watch(self) -> None:
         """Let other workers compute overdue parts."""
         while True:
-            await self._clock.sleep(min(LOOK_S, max(0.01, self.pool.next_due() - self._clock.now())))
+            due = min(self.pool.next_due(), self.clients.next_look())
+            await self._clock.sleep(min(LOOK_S, max(0.01, due - self._clock.now())))
             late = self.pool.expire(self._clock.now())
             self.clients.late(late)
             for worker in (*late, *self.clients.silent()):

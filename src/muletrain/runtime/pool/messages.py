@@ -1,16 +1,18 @@
-"""Messages between a server and its clients.
+"""Messages between clients and the servers of their stage.
 
-A client enlists with one server of its stage (``hub.enlist``), takes the weights with the server's digest from all
-servers of the stage (``hub.get_weights``, ``hub.weights``), and reports ready (``hub.ready``). The server gives parts,
-each under a number; each result comes back with ``hub.output`` or ``hub.finished``, and the server answers whether the
-result counts (``hub.counted``). Only then does the client add the part's gradient to its accumulator. Before the server
-seals the step, the server asks for the accumulator (``hub.ask_accumulator``) and gets contents and values
-(``hub.contents``, ``hub.accumulator``).
+Clients pull. Each client calls one server again and again (``hub.next``): the call lists what the client has, and is its
+sign of life. The answer (``hub.answer``) lists what should be otherwise: other weights, results that count, parts that
+are not wanted any more, accumulators to hand over. Both are states, not events: a lost call or answer costs nothing but
+another call, and the answer about one part is always the same.
+
+Tensors travel as frames: parts (``hub.part``) while the client has room, results (``hub.result``), and chunks
+(``hub.chunk``) of weights, on request (``hub.get_weights``), and of accumulators.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+import zlib
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import FailFast, Field
 
@@ -19,95 +21,95 @@ from muletrain.optim.sketch import SIZE as SKETCH
 from muletrain.policy.passes import Part, Pass
 from muletrain.runtime.core.messages import Digest, Id, Message, Name, Natural, Text
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 MAX_PARTS = 1 << 16
 """Most parts in one accumulator."""
 MAX_SERVERS = 1024
 MAX_CHUNKS = 1 << 16
-MAX_ROOM = 64
-"""Most parts that a client takes at once."""
+ROOM = 2
+"""Parts that a client takes at once: one to compute, one in transfer."""
+MAX_ROOM = 8
+"""Most parts that a client has at once: others of its parts may be withdrawn meanwhile."""
+SEND_S = 60.0
+"""Seconds for a server or a client to take a message."""
+MAX_KEPT = 64
+"""Most forwards that a client keeps for their backwards; older ones are dropped, and computed again."""
 Speed = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
 SketchBytes = Annotated[bytes, Field(min_length=4 * SKETCH, max_length=4 * SKETCH)]
 Loss = Annotated[float, Field(allow_inf_nan=False)]
 Numbers = Annotated[tuple[Natural, ...], Field(max_length=MAX_PARTS), FailFast()]
-
-
+Few = Annotated[tuple[Natural, ...], Field(max_length=2 * MAX_KEPT), FailFast()]
 Steps = Annotated[tuple[Natural, ...], Field(max_length=2)]
 
 
-class Enlist(Message):
-    """A client asks a server for work. ``config``: digest of the run's configuration at the client; ``enlistment``:
-    number of the client's enlistment."""
+def checksum(servers: Iterable[str]) -> int:
+    """Returns a number that tells whether two lists of ``servers`` are equal."""
+    return zlib.crc32("\n".join(servers).encode())
 
-    KIND: ClassVar[str] = "hub.enlist"
+
+class Next(Message):
+    """A call that asks a server for the next parts. ``session``: drawn by the client each time that it begins at a
+    server; 0: the client only asks for the server's state. ``heard``: number of the last answer that came;
+    ``servers``: ``checksum`` of the known servers; ``weights``: digest of the weights that the client computes with,
+    for the steps that the server named; ``version``: the newest version that it knows. ``parts``: numbers of the givings
+    that the client computes; ``uncounted``: of results that may count; ``forwards``: of kept forwards; ``handed``:
+    number of the last hand-over that began. ``leaves``: the client works here no more."""
+
+    KIND: ClassVar[str] = "hub.next"
     name: Name
     config: Digest
     stage: Natural
-    enlistment: Natural
+    session: Natural = 0
+    heard: Natural = 0
+    servers: Natural = 0
+    weights: Digest | None = None
+    version: Natural = 0
+    parts: Few = ()
+    uncounted: Few = ()
+    forwards: Few = ()
+    handed: Natural = 0
+    leaves: bool = False
 
 
-class Enlisted(Message):
-    """The answer. ``weights``: digest of the newest weights, the ``version``-th of this server; ``steps``: that compute
-    with them, under delayed updates; ``servers``: all of the stage; ``clients``: number here; ``speed``: of the clients
-    together [forward passes of a sequence per second]; ``own``: of the server's device; ``helpers``: number of idle
-    clients that could help the server to end the step."""
+class Wanted(Message):
+    """A server wants the accumulator of ``step``, with the gradients of ``givings``, which count. ``transfer``: number
+    of the hand-over."""
 
-    KIND: ClassVar[str] = "hub.enlisted"
+    generation: Natural
+    step: Natural
+    transfer: Natural
+    givings: Numbers
+
+
+class Answer(Message):
+    """The answer to ``Next``. ``number``: of the answer in the session. ``weights``: digest of the newest weights, the
+    ``version``-th of this server, from 1; ``steps``: that compute with them, under delayed updates; ``servers``: all of
+    the stage, unless the client knows; ``clients``: number here; ``speed``: of the clients together [forward passes of a
+    sequence per second]; ``own``: of the server's device; ``helpers``: number of idle clients that could help the server
+    to end the step. Of what the client has: ``counts``: results that count; ``gone``: parts, results and forwards that
+    are of no use. ``wanted``: the accumulator to hand over, if any."""
+
+    KIND: ClassVar[str] = "hub.answer"
+    number: Natural = 0
     weights: Digest
     version: Natural
     steps: Steps = ()
-    servers: Annotated[tuple[Id, ...], Field(max_length=MAX_SERVERS), FailFast()]
+    servers: Annotated[tuple[Id, ...], Field(max_length=MAX_SERVERS), FailFast()] = ()
     clients: Natural
     speed: Speed
     own: Speed
     helpers: Natural = 0
-
-
-class GetState(Message):
-    """Asks a server for its state, as ``Enlisted``, without enlisting."""
-
-    KIND: ClassVar[str] = "hub.get_state"
-
-
-class StillThere(Message):
-    """A client shows its server that it lives and works under ``enlistment``. ``missed``: a message may be lost. The
-    answer is ``Enlisted``."""
-
-    KIND: ClassVar[str] = "hub.still_there"
-    enlistment: Natural
-    missed: bool
-
-
-class AreYouThere(Message):
-    """A server asks a client whether the client is there and works under ``enlistment``. The answer is ``There``."""
-
-    KIND: ClassVar[str] = "hub.are_you_there"
-    enlistment: Natural
-
-
-class There(Message):
-    """The answer. ``parts``: numbers of the givings in computation; ``uncounted``: of givings whose gradient the client
-    has, without knowing whether it counts."""
-
-    KIND: ClassVar[str] = "hub.there"
-    parts: Annotated[tuple[Natural, ...], Field(max_length=MAX_ROOM), FailFast()]
-    uncounted: Annotated[tuple[Natural, ...], Field(max_length=MAX_ROOM), FailFast()]
-
-
-class Begun(Message):
-    """The server has new weights (see ``Enlisted``)."""
-
-    KIND: ClassVar[str] = "hub.begun"
-    weights: Digest
-    version: Natural
-    steps: Steps = ()
+    counts: Few = ()
+    gone: Few = ()
+    wanted: Annotated[tuple[Wanted, ...], Field(max_length=1)] = ()
 
 
 class Ended(Message):
-    """The server does not count on the client's ``enlistment`` any more. ``over``: the run has ended."""
+    """The run has ended."""
 
     KIND: ClassVar[str] = "hub.ended"
-    enlistment: Natural
-    over: bool
 
 
 class GetWeights(Message):
@@ -118,38 +120,29 @@ class GetWeights(Message):
     chunks: Annotated[tuple[Natural, ...], Field(max_length=MAX_CHUNKS), FailFast()]
 
 
-class WeightsChunk(Message):
-    """One chunk, fp32. Chunks go after all parts: under delayed updates, parts would else wait for the next step's
-    weights until they are late."""
+class Chunk(Message):
+    """One chunk of the ``weights`` with this digest, fp32, or of the accumulator of ``transfer``, in the codec of
+    gradients. ``givings``: the parts in the accumulator, with its first chunk."""
 
-    KIND: ClassVar[str] = "hub.weights"
+    KIND: ClassVar[str] = "hub.chunk"
     CHANNEL: ClassVar[Channel] = Channel.AVERAGE
     TENSORS: ClassVar[int] = 1
-    weights: Digest
     chunk: Natural
-
-
-class Ready(Message):
-    """The client has the weights. ``speed``: forward passes of a sequence per second, as far as known; ``room``: most
-    parts at once."""
-
-    KIND: ClassVar[str] = "hub.ready"
-    weights: Digest
-    speed: Speed
-    room: Annotated[int, Field(ge=1, le=MAX_ROOM)]
-
-
-class Gone(Message):
-    """The client leaves."""
-
-    KIND: ClassVar[str] = "hub.gone"
+    weights: Digest | None = None
+    transfer: Natural = 0
+    givings: Numbers = ()
 
 
 class Give(Message):
-    """Base of messages that give a part. ``whole``: sequences of the whole microbatch. ``generation``: each begins the
-    step's accumulators anew."""
+    """Gives a part. Tensors: the inputs, unless the client ``has_forward``; of a backward also the targets (on the last
+    stage) or the gradient of the outputs; and positions, if conversations are apart (``Compute.forward``). ``whole``:
+    sequences of the whole microbatch. ``generation``: each begins the step's accumulators anew. ``counts``, ``gone``: of
+    earlier results, as in ``Answer``: a client needs to hear of them when its next part comes."""
 
+    KIND: ClassVar[str] = "hub.part"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
+    TENSORS: ClassVar[int] = 1
+    MORE: ClassVar[int] = 2
     number: Natural
     generation: Natural
     what: Pass
@@ -159,128 +152,31 @@ class Give(Message):
     rows: Annotated[int, Field(ge=1, lt=2**31)]
     whole: Natural
     accumulate: bool
+    has_forward: bool = False
+    counts: Few = ()
+    gone: Few = ()
 
     @property
     def part(self) -> Part:
         return Part(self.what, self.step, self.index, self.first, self.rows)
 
 
-class GiveInputs(Give):
-    """Inputs of a forward, and positions if conversations are apart (``Compute.forward``)."""
+class Result(Message):
+    """The result of the giving ``number``. The tensor, if any: outputs, or the gradient of inputs. ``loss``: the part's
+    share of the microbatch's loss [nats/token]; ``sketch``: of the parameters' gradient (``optim.sketch``, from the
+    digest of the weights). Of a part computed for comparison: sketches of ``outputs`` and of the ``inputs``' gradient.
+    ``problem``: why the part was not computed; empty: it was."""
 
-    KIND: ClassVar[str] = "hub.inputs"
-    TENSORS: ClassVar[int] = 1
+    KIND: ClassVar[str] = "hub.result"
+    CHANNEL: ClassVar[Channel] = Channel.PIPE
     MORE: ClassVar[int] = 1
-
-
-class GiveGradient(Give):
-    """The gradient of the outputs of a forward that this client computed."""
-
-    KIND: ClassVar[str] = "hub.gradient"
-    TENSORS: ClassVar[int] = 1
-
-
-class GiveBoth(Give):
-    """Inputs, and targets (on the last stage) or the gradient of the outputs and positions, if any (elsewhere)."""
-
-    KIND: ClassVar[str] = "hub.both"
-    TENSORS: ClassVar[int] = 2
-    MORE: ClassVar[int] = 1
-
-
-class Numbered(Message):
-    """Base of messages about one giving."""
-
     number: Natural
-
-
-class Output(Numbered):
-    """The result of a part: outputs, or the gradient of inputs. ``loss``: the part's share of the microbatch's loss
-    [nats/token]; ``sketch``: of the parameters' gradient, if accumulated (``optim.sketch``, from the digest of the
-    weights)."""
-
-    KIND: ClassVar[str] = "hub.output"
-    CHANNEL: ClassVar[Channel] = Channel.PIPE
-    TENSORS: ClassVar[int] = 1
     loss: Loss = 0.0
     sketch: SketchBytes | None = None
+    outputs: SketchBytes | None = None
+    inputs: SketchBytes | None = None
+    problem: Text = ""
 
 
-class Finished(Numbered):
-    """A part is computed, with no result except the parameters' gradient."""
-
-    KIND: ClassVar[str] = "hub.finished"
-    CHANNEL: ClassVar[Channel] = Channel.PIPE
-    loss: Loss = 0.0
-    sketch: SketchBytes | None = None
-
-
-class Checked(Numbered):
-    """A part is computed again for comparison: sketches of the outputs, of the inputs' gradient, and of the parameters'
-    gradient."""
-
-    KIND: ClassVar[str] = "hub.checked"
-    CHANNEL: ClassVar[Channel] = Channel.PIPE
-    outputs: SketchBytes | None
-    inputs: SketchBytes | None
-    gradient: SketchBytes
-
-
-class Unable(Numbered):
-    """The client did not compute a part."""
-
-    KIND: ClassVar[str] = "hub.unable"
-    CHANNEL: ClassVar[Channel] = Channel.PIPE
-    reason: Text
-
-
-class Counted(Numbered):
-    """Tells whether a result counts: then the client adds the part's gradient to its accumulator."""
-
-    KIND: ClassVar[str] = "hub.counted"
-    counts: bool
-
-
-class Withdraw(Numbered):
-    """A part is no longer wanted, or the kept forward of a part."""
-
-    KIND: ClassVar[str] = "hub.withdraw"
-
-
-class AskAccumulator(Message):
-    """Asks for the accumulator of ``step``, with the gradients of ``givings``, which count even if a ``hub.counted`` is
-    still on its way. ``transfer``: number of the question."""
-
-    KIND: ClassVar[str] = "hub.ask_accumulator"
-    generation: Natural
-    step: Natural
-    transfer: Natural
-    givings: Numbers
-
-
-class Contents(Message):
-    """The givings in an accumulator that follows."""
-
-    KIND: ClassVar[str] = "hub.contents"
-    CHANNEL: ClassVar[Channel] = Channel.AVERAGE
-    transfer: Natural
-    givings: Numbers
-
-
-class AccumulatorChunk(Message):
-    """One chunk of an accumulator, in the codec of gradients."""
-
-    KIND: ClassVar[str] = "hub.accumulator"
-    CHANNEL: ClassVar[Channel] = Channel.AVERAGE
-    TENSORS: ClassVar[int] = 1
-    transfer: Natural
-    chunk: Natural
-
-
-FROM_CLIENT: dict[str, type[Message]] = {
-    m.KIND: m for m in (GetWeights, Ready, Gone, Output, Finished, Checked, Unable, Contents, AccumulatorChunk)
-}
-FROM_SERVER: dict[str, type[Message]] = {
-    m.KIND: m
-    for m in (Begun, Ended, WeightsChunk, GiveInputs, GiveGradient, GiveBoth, Counted, Withdraw, AskAccumulator)
-}
+FROM_CLIENT: dict[str, type[Message]] = {m.KIND: m for m in (GetWeights, Result, Chunk)}
+FROM_SERVER: dict[str, type[Message]] = {m.KIND: m for m in (Ended, Give, Chunk)}

@@ -11,7 +11,7 @@ import numpy as np
 from muletrain.optim.sketch import SIZE, sketch
 from muletrain.policy.passes import Given, Part, Pass
 from muletrain.policy.pool import OWN
-from muletrain.runtime.pool.messages import Give, GiveBoth, GiveGradient, GiveInputs
+from muletrain.runtime.pool.messages import Give
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
@@ -63,17 +63,33 @@ class _Accumulated:
 
 
 def given_message(
-    given: Given, kept: KeptPart, has_forward: bool, generation: int, whole: int, *, accumulate: bool
+    given: Given,
+    kept: KeptPart,
+    has_forward: bool,
+    generation: int,
+    whole: int,
+    verdicts: tuple[tuple[int, ...], tuple[int, ...]],
+    *,
+    accumulate: bool,
 ) -> tuple[Give, list[Encoded]]:
     """Returns the message that gives a part to a client, with tensors. ``has_forward``: the client has the part's
-    forward; ``whole``: sequences of a microbatch."""
+    forward; ``whole``: sequences of a microbatch; ``verdicts``: results of the client that count, and that do not."""
     places = [] if kept.positions is None else [kept.positions]
-    about = {**given.part._asdict(), "number": given.number, "generation": generation, "whole": whole}
-    if given.part.what is Pass.FORWARD:
-        return GiveInputs(**about, accumulate=False), [kept.inputs, *places]
-    if given.part.what is Pass.BACKWARD and has_forward:
-        return GiveGradient(**about, accumulate=accumulate), [kept.other]
-    return GiveBoth(**about, accumulate=accumulate), [kept.inputs, kept.other, *places]
+    what = given.part.what
+    here = what is Pass.BACKWARD and has_forward
+    message = Give(
+        **given.part._asdict(),
+        number=given.number,
+        generation=generation,
+        whole=whole,
+        accumulate=accumulate and what is not Pass.FORWARD,
+        has_forward=here,
+        counts=verdicts[0],
+        gone=verdicts[1],
+    )
+    if what is Pass.FORWARD:
+        return message, [kept.inputs, *places]
+    return message, [kept.other] if here else [kept.inputs, kept.other, *places]
 
 
 async def recomputed(
@@ -160,6 +176,11 @@ class StepParts:
         for first, kept in self._under_way.pop(mb.index, {}).items():
             if kept.forward_at == OWN:
                 own.discard(mb._replace(first=first))
+
+    def forwards_at(self, worker: PeerId) -> set[int]:
+        """Returns the numbers of the forwards at ``worker`` that are of use."""
+        kept = (kept for parts in self._under_way.values() for kept in parts.values())
+        return {k.forward_number for k in kept if k.forward_at == worker}
 
     def forward_lost(self, worker: PeerId, part: Part | None = None) -> None:
         """``worker`` has no forward (of ``part``) any more."""

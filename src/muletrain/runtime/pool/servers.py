@@ -14,19 +14,18 @@ from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError
 from muletrain.policy.deadline import Deadline, backoff_s
 from muletrain.policy.passes import Pass
 from muletrain.policy.worker import server_to_move_to
-from muletrain.runtime.pool.messages import Enlisted, GetState
+from muletrain.runtime.pool.messages import Answer, Next
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from muletrain.clock import Clock
     from muletrain.network.base import Network, PeerId
-    from muletrain.runtime.core.messages import Message
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
 
-CALL_S, CALL_FLOOR_S = 10.0, 2.0
-"""Seconds for a call, before any was answered, and at least."""
+CALL_S, CALL_FLOOR_S = 10.0, 3.0
+"""Seconds for a call, before any was answered, and at least: a server may hold it for a second."""
 OTHERS_S = 0.5
 """Seconds for the answers of other servers after the first answer."""
 ASKED, COUNTED = 4, 16
@@ -57,13 +56,17 @@ class Helpers(NamedTuple):
     own: float
 
 
+STATE = Next(name="-", config=bytes(32), stage=0)
+"""Asks a server for its state."""
+
+
 async def helpers_of(net: Network, servers: Sequence[PeerId]) -> Helpers:
     """Returns the number and the speed of all clients of a stage's ``servers``. In a large fleet a sample is asked, and
     scaled up."""
 
-    async def ask(server: PeerId) -> Enlisted | None:
+    async def ask(server: PeerId) -> Answer | None:
         try:
-            return Enlisted.unpack(await net.call(server, GetState.KIND, GetState().pack(), timeout_s=CALL_S))
+            return Answer.unpack(await net.call(server, STATE.KIND, STATE.pack(), timeout_s=CALL_S))
         except MuletrainError:
             return None
 
@@ -77,23 +80,23 @@ async def helpers_of(net: Network, servers: Sequence[PeerId]) -> Helpers:
 
 
 class StageServers:
-    """Asks the servers of a stage. ``known``: the known servers."""
+    """Asks the servers of a stage. ``known``: the known servers; ``asks``: the question for their states."""
 
-    def __init__(self, net: Network, clock: Clock, tasks: Tasks, known: tuple[PeerId, ...]) -> None:
+    def __init__(self, net: Network, clock: Clock, tasks: Tasks, known: tuple[PeerId, ...], asks: Next) -> None:
         self._net, self._clock, self._tasks = net, clock, tasks
-        self.known = known
+        self.known, self._asks = known, asks
         self._answers = Deadline(unmeasured_s=CALL_S, floor_s=CALL_FLOOR_S)
         self._compared_at = clock.now()
         self._draw = random.Random(net.peer_id)
 
-    async def states(self, *, but: PeerId | None = None, most: int | None = None) -> dict[PeerId, Enlisted]:
+    async def states(self, *, but: PeerId | None = None, most: int | None = None) -> dict[PeerId, Answer]:
         """Returns the states of the servers that answer about as soon as the first (without ``but``; ``most``: size of
         a random sample)."""
         others = [s for s in self.known if s != but]
         if most is not None:
             others = self._draw.sample(others, min(most, len(others)))
         asked = {s: self._tasks.spawn(self._state_of(s), "state of a server") for s in others}
-        found: dict[PeerId, Enlisted] = {}
+        found: dict[PeerId, Answer] = {}
         waiting, timeout_s = {*asked.values()}, None
         while waiting:
             done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -105,12 +108,13 @@ class StageServers:
             task.cancel()
         return found
 
-    async def by_need(self) -> list[tuple[PeerId, Enlisted]]:
-        """Returns the answering servers and their states, servers with the slowest clients together first."""
+    async def by_need(self, *, but: Collection[PeerId] = ()) -> list[tuple[PeerId, Answer]]:
+        """Returns the answering servers and their states, servers with the slowest clients together first, and ``but``
+        last."""
 
-        def need(found: tuple[PeerId, Enlisted]) -> tuple[float, int, bytes]:
+        def need(found: tuple[PeerId, Answer]) -> tuple[bool, float, int, bytes]:
             server, state = found  # the hash spreads clients that come at the same time
-            return state.speed, state.clients, blake3(f"{self._net.peer_id}/{server}".encode()).digest()
+            return server in but, state.speed, state.clients, blake3(f"{self._net.peer_id}/{server}".encode()).digest()
 
         return sorted((await self.states()).items(), key=need)
 
@@ -151,19 +155,14 @@ class StageServers:
         behind = max(found, key=lambda s: found[s].helpers)
         return behind if self._draw.random() * max(1.0, clients) < found[behind].helpers else None
 
-    async def _state_of(self, server: PeerId) -> Enlisted | None:
+    async def _state_of(self, server: PeerId) -> Answer | None:
         """Returns the state of ``server``; None: no answer."""
         try:
-            return Enlisted.unpack(await self.call(server, GetState()))
+            return Answer.unpack(await self.call(server, self._asks))
         except NetworkError:
             return None
 
-    async def tell(self, server: PeerId, message: Message) -> None:
-        """Send a notice to ``server``, if reachable."""
-        with contextlib.suppress(NetworkError):
-            await self._net.send(server, message.frame(), channel=message.CHANNEL, timeout_s=CALL_S)
-
-    async def call(self, server: PeerId, ask: Message) -> bytes:
+    async def call(self, server: PeerId, ask: Next) -> bytes:
         """Returns the answer of ``server``, within a measured deadline. Raises NetworkError."""
         begin = self._clock.now()
         answer = await self._net.call(server, ask.KIND, ask.pack(), timeout_s=self._answers.seconds())

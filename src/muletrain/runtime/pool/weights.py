@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from muletrain.clock import loop_time_s
 from muletrain.config.schema import Codec
 from muletrain.errors import Malformed, NetworkError
+from muletrain.network.base import Channel
 from muletrain.optim.flat import flat_digest
 from muletrain.policy.shards import chunk_ranges
-from muletrain.runtime.pool.messages import MAX_CHUNKS, GetWeights, WeightsChunk
+from muletrain.runtime.pool.messages import MAX_CHUNKS, SEND_S, Chunk, GetWeights
 from muletrain.wire.codec import Encoded, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -28,16 +29,15 @@ STALLED_S = 30.0
 """Seconds without another chunk, after which missing chunks are requested from other servers, too."""
 TRIES = 4
 """Times that the servers are asked."""
-SEND_S = 60.0
-"""Seconds for a server to take the question."""
-
-
 TAKERS = 32
 """Peers that get weights at once; further peers wait in line."""
+TIMES = 4
+"""Number of times that one taker may have the same weights from one server: links break."""
 
 
 class WeightsUpload:
-    """Gives the weights of one server on request."""
+    """Gives the weights of one server on request. Chunks yield to all traffic of the step (``Channel.BULK``): averaging
+    would else wait for clients behind slow links, and parts for the next step's weights under delayed updates."""
 
     def __init__(self, compute: Compute, chunk: int, net: Network, tasks: Tasks) -> None:
         """``chunk``: elements of a chunk."""
@@ -46,6 +46,8 @@ class WeightsUpload:
         """Digest of the current weights; None: about to change."""
         self._takers: dict[PeerId, deque[int]] = {}
         """The chunks that each peer is still to get."""
+        self._drawn: Counter[PeerId] = Counter()
+        """Chunks of the current weights that each peer asked for."""
         self._turns = asyncio.Semaphore(TAKERS)
 
     def close(self) -> None:
@@ -56,13 +58,18 @@ class WeightsUpload:
     def begin(self, digest: bytes) -> None:
         """The weights have this digest now."""
         self._digest = digest
+        self._drawn.clear()
 
     def on_asked(self, sender: PeerId, ask: GetWeights) -> None:
-        """Send the chunks, unless ``sender`` asks for other weights: the current weights are announced anyway."""
+        """Send the chunks, unless ``sender`` asks for other weights, or too often: a client that always downloads would
+        take the link from the others."""
         if self._digest is None or ask.weights != self._digest:
             return
         chunks = -(-self._compute.n_params // self._chunk)
         asked = deque(dict.fromkeys(c for c in ask.chunks if c < chunks))
+        if self._drawn[sender] + len(asked) > TIMES * chunks:
+            return
+        self._drawn[sender] += len(asked)
         if (taker := self._takers.get(sender)) is not None:
             taker.clear()
             taker.extend(asked)
@@ -79,8 +86,8 @@ class WeightsUpload:
                     if self._takers.get(peer) is not chunks:  # the weights may have changed
                         return
                     tensor = await self._compute.offload(encode, part, Codec.FP32)
-                    message = WeightsChunk(weights=digest, chunk=chunk)
-                    await self._net.send(peer, message.frame([tensor]), channel=message.CHANNEL, timeout_s=SEND_S)
+                    message = Chunk(weights=digest, chunk=chunk)
+                    await self._net.send(peer, message.frame([tensor]), channel=Channel.BULK, timeout_s=SEND_S)
         except NetworkError:  # a live peer asks again
             return
         finally:
@@ -89,13 +96,25 @@ class WeightsUpload:
 
 
 class _Coming:
-    """Weights on their way. ``begun``: chunks that came; ``left``: chunks that are not stored yet."""
+    """Weights on their way. ``by``: senders of the chunks that came; ``left``: chunks that are not stored yet;
+    ``wrong``: hash and sender of each chunk of an earlier try whose whole was wrong."""
 
     def __init__(self, digest: bytes, n_params: int, chunk: int, values: asyncio.Task[Tensor]) -> None:
         self.digest, self.values = digest, values
         self.ranges = chunk_ranges(0, n_params, chunk)
-        self.left, self.begun = set(range(len(self.ranges))), set[int]()
+        self.wrong: list[tuple[bytes, PeerId]] = []
         self.since_s = loop_time_s()
+        self.left, self.by = set[int](), dict[int, str]()
+        self.restart()
+
+    def restart(self) -> None:
+        """All chunks are missing."""
+        self.left = set(range(len(self.ranges)))
+        self.by.clear()
+
+    def hashes(self, values: Tensor) -> list[bytes]:
+        """Returns the digest of each chunk of ``values``, flat fp32 [P]."""
+        return [flat_digest(values[a:b]) for a, b in self.ranges]
 
 
 class WeightsDownload:
@@ -109,6 +128,8 @@ class WeightsDownload:
         self.news = asyncio.Event()
         self.took_s = 0.0
         """Seconds that the last weights took or, of weights that did not come whole, would have taken; 0: unmeasured."""
+        self.wrong: set[PeerId] = set()
+        """Servers that gave wrong weights, and are asked for no more."""
 
     def ask_again(self) -> None:
         """A message may have been lost."""
@@ -126,7 +147,8 @@ class WeightsDownload:
         self, digest: bytes, known: Callable[[], tuple[PeerId, ...]], wanted: Callable[[], bool]
     ) -> Tensor | None:
         """Returns the weights with this ``digest``, flat fp32 [P]; None: the weights did not come, or are not
-        ``wanted`` any more. ``known``: the servers of the stage."""
+        ``wanted`` any more. ``known``: the servers of the stage. If a chunk is wrong, one server alone is asked for all:
+        then it is known who gave the wrong one."""
         if self._coming is None or self._coming.digest != digest:
             self.begin(digest, known())
         coming = self._coming
@@ -134,8 +156,9 @@ class WeightsDownload:
         try:
             for turn in range(TRIES):
                 if turn:
-                    servers = known()
-                    self._ask(coming, servers[turn % len(servers) :] + servers[: turn % len(servers)])
+                    servers = [s for s in known() if s not in self.wrong] or [*known()]
+                    first = turn % len(servers)
+                    self._ask(coming, (*servers[first:], *servers[:first])[: 1 if coming.wrong else None])
                 while coming.left and wanted() and not self._missed:
                     left = len(coming.left)
                     self.news.clear()
@@ -145,22 +168,37 @@ class WeightsDownload:
                     except TimeoutError:
                         if len(coming.left) == left:
                             break
-                if not coming.left or not wanted():
-                    break
-            if coming.left:
-                return None
-            values = await coming.values
-            whole = await self._compute.offload(flat_digest, values) == digest
-            return values if whole and wanted() else None
+                if not wanted():
+                    return None
+                if not coming.left and await self._whole(coming):
+                    return await coming.values if wanted() else None
+            return None
         finally:
             self._coming = None
             since_s, came = loop_time_s() - coming.since_s, len(coming.ranges) - len(coming.left)
             self.took_s = since_s * len(coming.ranges) / came if came else max(self.took_s, since_s)
 
-    def _ask(self, coming: _Coming, servers: tuple[PeerId, ...]) -> None:
+    async def _whole(self, coming: _Coming) -> bool:
+        """Are the weights right? If so, whose earlier chunks differ is known; else all chunks are fetched again."""
+        values, offload = await coming.values, self._compute.offload
+        right = await offload(flat_digest, values) == coming.digest
+        if not right or coming.wrong:
+            hashes = await offload(coming.hashes, values)
+            senders = {*coming.by.values()}
+            if right:
+                self.wrong |= {who for (other, who), own in zip(coming.wrong, hashes, strict=True) if other != own}
+            elif len(senders) == 1:
+                self.wrong |= senders
+            coming.wrong = [(own, coming.by[chunk]) for chunk, own in enumerate(hashes)]
+        if not right:
+            coming.restart()
+        return right
+
+    def _ask(self, coming: _Coming, servers: Sequence[PeerId]) -> None:
         """Ask each server for an equal part of the missing chunks."""
         self._missed = False
-        missing = sorted(coming.left - coming.begun)[:MAX_CHUNKS]
+        servers = [s for s in servers if s not in self.wrong] or servers
+        missing = sorted(coming.left - coming.by.keys())[:MAX_CHUNKS]
         for k, server in enumerate(servers):
             if chunks := tuple(missing[k :: len(servers)]):
                 ask = GetWeights(weights=coming.digest, chunks=chunks)
@@ -172,7 +210,7 @@ class WeightsDownload:
         except NetworkError:  # other servers are asked for the missing chunks
             return
 
-    def expects(self, message: WeightsChunk, tensor: Encoded) -> None:
+    def expects(self, message: Chunk, tensor: Encoded) -> None:
         """Check a chunk before reading; the chunk may be late. Raises ProtocolError."""
         coming, most = self._coming, self._plan.chunk
         size = tensor.shape[0] if len(tensor.shape) == 1 else most + 1
@@ -183,12 +221,12 @@ class WeightsDownload:
             if message.chunk >= len(ranges) or size != ranges[message.chunk][1] - ranges[message.chunk][0]:
                 raise Malformed(f"{message.chunk} is no chunk of weights, or not one of {size}")
 
-    async def on_chunk(self, message: WeightsChunk, tensor: Encoded) -> None:
+    async def on_chunk(self, sender: PeerId, message: Chunk, tensor: Encoded) -> None:
         """Take a wanted chunk."""
         coming = self._coming
-        if coming is None or message.weights != coming.digest or message.chunk in coming.begun:
+        if coming is None or message.weights != coming.digest or message.chunk in coming.by:
             return
-        coming.begun.add(message.chunk)
+        coming.by[message.chunk] = sender
         a, b = coming.ranges[message.chunk]
         await self._compute.offload(_store, tensor, (await asyncio.shield(coming.values))[a:b])
         coming.left.discard(message.chunk)

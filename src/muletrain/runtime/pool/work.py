@@ -11,7 +11,7 @@ from muletrain.errors import Malformed, MuletrainError
 from muletrain.optim.sketch import packed
 from muletrain.policy.passes import Pass
 from muletrain.runtime.pool.checks import checked_message
-from muletrain.runtime.pool.messages import Checked, Finished, Give, GiveBoth, GiveGradient, GiveInputs, Output, Unable
+from muletrain.runtime.pool.messages import MAX_KEPT, Give, Result
 from muletrain.runtime.pool.parts import recomputed
 from muletrain.wire.codec import IDS, Encoded, decode, encode, sample_codecs
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Compute
     from muletrain.runtime.core.plan import Plan
 
-UNCOUNTED = 2
-"""Most gradients of parts that a client holds beside its accumulator."""
+UNCOUNTED = 3
+"""Most gradients of parts that a client holds or computes beside its accumulator."""
 WAIT_S = 30.0
 """Seconds for which a part waits for the server's word on earlier parts."""
 
@@ -48,6 +48,8 @@ class Accumulator:
         self._uncounted: dict[int, Microbatch] = {}
         self._computing: set[Microbatch] = set()
         """Parts whose gradient is being computed, or not counted yet."""
+        self._verdicts: dict[int, bool] = {}
+        """The server's word on uncounted gradients that are about to be settled."""
         self._lock = asyncio.Lock()
         """Held while the sums are read or changed."""
         self._room = asyncio.Event()
@@ -94,21 +96,17 @@ class Accumulator:
 
     async def reserve(self, mb: Microbatch, generation: int) -> None:
         """Wait for room for the gradient of ``mb``. Raises MuletrainError if there is none."""
-        if mb in self._computing:
-            raise MuletrainError("the same part is not settled yet")
-        self._computing.add(mb)
         try:
             async with asyncio.timeout(WAIT_S):
-                while len(self._uncounted) >= UNCOUNTED:
+                while len(self._computing) >= UNCOUNTED:
                     self._room.clear()
                     await self._room.wait()
-            self.check(mb.step, generation)
         except TimeoutError:
-            self.free(mb)
             raise MuletrainError("the server does not say which results count") from None
-        except BaseException:
-            self.free(mb)
-            raise
+        if mb in self._computing:
+            raise MuletrainError("the same part is not settled yet")
+        self.check(mb.step, generation)
+        self._computing.add(mb)
 
     def check(self, step: int, generation: int) -> None:
         """Raises MuletrainError if ``generation`` of ``step`` is over."""
@@ -126,7 +124,7 @@ class Accumulator:
 
     def uncounted(self) -> tuple[int, ...]:
         """Returns the numbers of the givings without the server's word."""
-        return tuple(sorted(self._uncounted))
+        return tuple(sorted(self._uncounted.keys() - self._verdicts.keys()))
 
     def has(self, mb: Microbatch) -> bool:
         """Is the gradient of ``mb`` being computed, or not counted yet?"""
@@ -135,11 +133,15 @@ class Accumulator:
     def free(self, mb: Microbatch) -> None:
         """The gradient of ``mb`` was not computed."""
         self._computing.discard(mb)
+        self._room.set()
 
-    async def settle(self, number: int, *, counts: bool) -> None:
-        """Add the gradient of a giving to the sum of its step, or drop it."""
+    async def settle(self, counts: Collection[int], gone: Collection[int]) -> None:
+        """Add the gradients of givings to the sums of their steps, or drop them."""
+        self._verdicts |= dict.fromkeys(counts, True) | dict.fromkeys(gone, False)
         async with self._lock:
-            self._settle(number, counts=counts)
+            for number, verdict in self._verdicts.items():
+                self._settle(number, counts=verdict)
+            self._verdicts.clear()
 
     def _settle(self, number: int, *, counts: bool) -> None:
         if (mb := self._uncounted.pop(number, None)) is None:
@@ -188,6 +190,10 @@ class PartWork:
             self._compute.discard(mb)
             del self._forwards[mb]
 
+    def forwards(self) -> tuple[int, ...]:
+        """Returns the numbers of the givings whose forward is kept."""
+        return tuple(self._forwards.values())
+
     def forget_forward(self, number: int) -> None:
         """Another worker computed the backward of the giving ``number``."""
         for mb in [mb for mb, given in self._forwards.items() if given == number]:
@@ -226,26 +232,26 @@ class PartWork:
             for declared, here in ((plan.inputs, first), (plan.targets, last))
         )
         places = [((message.rows, length), IDS)] if plan.targets.apart and not last else []
-        expected = {GiveInputs: [inputs, *places], GiveGradient: [other], GiveBoth: [inputs, other, *places]}[
-            type(message)
-        ]
+        expected = [other] if message.has_forward else [inputs, other, *places]
+        if message.what is Pass.FORWARD:
+            expected = [inputs, *places]
         if len(tensors) != len(expected):
             raise Malformed(f"{message.KIND}: {len(tensors)} tensors instead of {len(expected)}")
         if message.whole != plan.sequences or message.first + message.rows > plan.sequences:
             raise Malformed(f"{message.KIND}: sequences {message.first} + {message.rows} of {message.whole}")
-        if last and type(message) is not GiveBoth:  # the last stage computes forward and backward together
+        if last and (
+            message.has_forward or message.what is Pass.FORWARD
+        ):  # the last stage computes forward and backward together
             raise Malformed(f"{message.KIND}: not at stage {self._compute.stage}")
         for tensor, (shape, codecs) in zip(tensors, expected, strict=True):
             if tensor.shape != shape or tensor.codec not in codecs:
                 raise Malformed(f"{message.KIND}: {tensor.codec} {tensor.shape} instead of {shape}")
 
     @staticmethod
-    def unable(message: Give, reason: str) -> Unable:
-        return Unable(number=message.number, reason=reason[:1000])
+    def unable(message: Give, reason: str) -> Result:
+        return Result(number=message.number, problem=reason[:1000])
 
-    async def compute(
-        self, message: Give, tensors: list[Encoded]
-    ) -> tuple[Output | Finished | Checked | Unable, list[Encoded]]:
+    async def compute(self, message: Give, tensors: list[Encoded]) -> tuple[Result, list[Encoded]]:
         """Returns the answer to ``message``, with its tensors."""
         mb = Microbatch(message.step, message.index, message.first, message.whole)
         if mb.step % self._places in self._loading:
@@ -258,9 +264,7 @@ class PartWork:
         finally:
             del self._under_way[task]
 
-    async def _answer(
-        self, message: Give, mb: Microbatch, tensors: list[Encoded]
-    ) -> tuple[Output | Finished | Checked | Unable, list[Encoded]]:
+    async def _answer(self, message: Give, mb: Microbatch, tensors: list[Encoded]) -> tuple[Result, list[Encoded]]:
         try:
             if self._accumulator.has(mb):
                 return self.unable(message, "the same part is not settled yet"), []
@@ -283,14 +287,12 @@ class PartWork:
         except MuletrainError as e:
             return self.unable(message, str(e)), []
 
-    async def _computed(
-        self, message: Give, mb: Microbatch, tensors: list[Encoded]
-    ) -> tuple[Output | Finished | Checked, list[Encoded]]:
+    async def _computed(self, message: Give, mb: Microbatch, tensors: list[Encoded]) -> tuple[Result, list[Encoded]]:
         """Raises MuletrainError, and KeyError if the forward is not here (any more)."""
         compute, part, seed = self._compute, message.part, self.seeds.get(mb.step % self._places, b"")
         first, *rest = [await compute.offload(decode, tensor) for tensor in tensors]
         apart = self._plan.targets.apart and compute.stage < compute.stages - 1
-        places = rest.pop() if apart and not isinstance(message, GiveGradient) else None
+        places = rest.pop() if apart and not message.has_forward else None
         if part.what is Pass.CHECK:
             self._forwards.pop(mb, None)
             return checked_message(message.number, await recomputed(compute, mb, first, rest[0], seed, places)), []
@@ -298,7 +300,10 @@ class PartWork:
         if part.what is Pass.FORWARD:
             compute.discard(mb)
             result = await compute.forward(mb, first, Turn(1), places)
+            self._forwards.pop(mb, None)
             self._forwards[mb] = message.number
+            while len(self._forwards) > MAX_KEPT:  # the server would fill our memory
+                self.forget_forward(next(iter(self._forwards.values())))
         elif compute.stage == compute.stages - 1:
             loss, result = await compute.loss_backward(mb, first, rest[0], Turn(1), accumulate=message.accumulate)
         else:
@@ -316,6 +321,4 @@ class PartWork:
                 claim = packed(await compute.part_sketch(mb, seed))
             self._accumulator.check(mb.step, message.generation)
             self._accumulator.computed(message.number, mb)
-        if sent:
-            return Output(number=message.number, loss=loss, sketch=claim), sent
-        return Finished(number=message.number, loss=loss, sketch=claim), []
+        return Result(number=message.number, loss=loss, sketch=claim), sent

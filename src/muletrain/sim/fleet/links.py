@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from muletrain.network.memory import Conditions
 from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.microbatch.messages import Backward, Forward
-from muletrain.runtime.pool.messages import AccumulatorChunk, Give, Output, WeightsChunk
+from muletrain.runtime.pool.messages import Chunk, Give, Result
 from muletrain.sim.fleet.hollow import PARAMS
 from muletrain.wire.codec import IDS
 from muletrain.wire.frame import frame_size
@@ -44,7 +44,7 @@ class FleetLinks(Conditions):
                 return cost.forward_bytes[message.stage]
             case Backward():
                 return cost.backward_bytes[message.stage]
-            case Give() | Output():
+            case Give() | Result():
                 return (
                     sum(
                         tensor.shape[0] * (cost.ids_bytes if tensor.codec in IDS else cost.backward_bytes[-1])
@@ -52,9 +52,9 @@ class FleetLinks(Conditions):
                     )
                     // cost.sequences
                 )
-            case Shard() | Reduced() | AccumulatorChunk():
+            case Shard() | Reduced() | Chunk(weights=None):
                 return self._stage(sender).averaged_bytes * frame.tensors[0].shape[0] // PARAMS
-            case WeightsChunk():
+            case Chunk():
                 return self._stage(sender).weight_bytes * frame.tensors[0].shape[0] // PARAMS
         return frame_size(frame)
 

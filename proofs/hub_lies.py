@@ -1,0 +1,106 @@
+"""Clients and servers of a hub that lie to each other, within what docs/trust.md promises that a run bears."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from muletrain.config.schema import Codec
+from muletrain.optim.sketch import SIZE, packed
+from muletrain.policy.passes import LAST, Pass
+from muletrain.runtime.pool.client import Client
+from muletrain.runtime.pool.messages import Answer, Chunk, GetWeights, Give, Next, Result
+from muletrain.wire.codec import encode
+
+if TYPE_CHECKING:
+    from muletrain.network.base import CallHandler, PeerId
+    from muletrain.network.memory import MemoryNetwork
+    from muletrain.runtime.core.messages import Message
+    from muletrain.wire.codec import Encoded
+    from muletrain.wire.frame import Frame
+
+CLIENT_LIES = ("silent", "anew", "downloads", "hurry", "twice", "others", "slow")
+"""A client brings back no result; and begins anew after ``ANEW_S``; it asks for the weights each ``OFTEN_S``; it announces
+gradients of zero at once, as if it were very fast; it brings back each result twice; it lists other parts than are in its
+accumulator; it needs ``SLOW_S`` for each chunk of that."""
+SERVER_LIES = ("idle", "much", "weights")
+"""A server says that its clients do nothing; it gives forwards whose backwards never come; it gives wrong weights."""
+SLOW_S, ANEW_S, OFTEN_S = 20.0, 0.3, 0.05
+MUCH = 40
+"""Forwards that a server gives beside each right one."""
+
+
+class LyingClient(Client):
+    """Lies while ``how`` says about what."""
+
+    how = ""
+
+    async def _do(self, message: Give, tensors: list[Encoded], session: int) -> None:
+        if self.how == "anew":
+            await self._clock.sleep(ANEW_S)
+            return self._give_up(session)
+        gives = message.what is Pass.FORWARD or (message.what not in LAST and self._compute.stage > 0)
+        if self.how != "hurry" or gives:  # false results that go on to another stage are not caught
+            return await super()._do(message, tensors, session)
+        nothing = packed(np.zeros(SIZE))
+        await self._report(Result(number=message.number, sketch=nothing, outputs=nothing), [], session)
+
+    async def _try_to_send(self, message: Result, tensors: list[Encoded]) -> None:
+        for _ in range({"silent": 0, "twice": 2}.get(self.how, 1)):
+            await super()._try_to_send(message, tensors)
+
+    async def _send(self, message: Message, tensors: list[Encoded] | None = None) -> None:
+        if isinstance(message, Chunk):
+            if self.how == "slow":
+                await self._clock.sleep(SLOW_S)
+            if self.how == "others" and message.givings:
+                message = message.model_copy(update={"givings": (*message.givings[1:], message.givings[-1] + 1000)})
+        await super()._send(message, tensors)
+
+    async def _call(self, session: int) -> None:
+        asks = self._tasks.spawn(self._ask_often(), "downloads")
+        try:
+            await super()._call(session)
+        finally:
+            asks.cancel()
+
+    async def _ask_often(self) -> None:
+        while True:
+            await self._clock.sleep(OFTEN_S)
+            if self.how == "downloads" and self._wanted is not None:
+                ask = GetWeights(weights=self._wanted, chunks=tuple(range(1000)))
+                for server in self._servers.known:
+                    await self._weights._send(server, ask)
+
+
+class LyingServer:
+    """``network`` as a server's own program would use it to lie to clients, while ``how`` says about what."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self.how = ""
+        self._network = network
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._network, name)
+
+    def serve(self, method: str, handler: CallHandler, **how: Any) -> None:
+        async def answer(sender: PeerId, payload: bytes) -> bytes:
+            found = await handler(sender, payload)
+            if method == Next.KIND and self.how == "idle":
+                return Answer.unpack(found).model_copy(update={"speed": 0.0, "own": 0.0, "clients": 0}).pack()
+            return found
+
+        self._network.serve(method, answer, **how)
+
+    async def send(self, peer: PeerId, frame: Frame, **how: Any) -> int:
+        message: Any = frame.message
+        if self.how == "much" and isinstance(message, Give) and message.what is Pass.FORWARD:
+            for k in range(1, MUCH + 1):
+                more = {"number": message.number + 10**9 * k, "index": message.index + 10**6 * k}
+                lie = message.model_copy(update=more)
+                await self._network.send(peer, lie.frame(frame.tensors), **how)
+        if self.how == "weights" and isinstance(message, Chunk) and message.weights is not None:
+            frame = message.frame([encode(torch.zeros(frame.tensors[0].shape), Codec.FP32)])
+        return await self._network.send(peer, frame, **how)
