@@ -23,7 +23,7 @@ def _two_faults(seed: int) -> Scenario:
     for _ in range(2):
         kind = rng.choice(["kill", "freeze", "cut", "one way"] if spared else ["freeze", "cut", "one way"])
         if kind == "kill":
-            who = (spared.pop(rng.randrange(len(spared))),)
+            who: tuple[str, ...] = (spared.pop(rng.randrange(len(spared))),)
         else:
             who = tuple(rng.sample([p for p, _ in s.members], 1 if kind == "freeze" else 2))
         faults.append(Fault(at_s, kind, who, 0.0 if kind == "kill" else rng.choice(LASTING_S)))
