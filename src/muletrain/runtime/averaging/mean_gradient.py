@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.averaging.messages import RoundEntry
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.row import RoundEntry
     from muletrain.runtime.transfer.blocks import Downloader
 
 T = TypeVar("T")

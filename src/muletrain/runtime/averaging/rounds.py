@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.messages import Progress
+    from muletrain.runtime.members.row import Row
 
 LOOK_S, AT_ONCE = 0.5, 8
 """Seconds between two checks of a round's members, and the number of members asked at once."""
@@ -142,7 +142,7 @@ class Attendance:
             return now - asked >= SILENT_S
         return owes and now - max(asked, self._came.get(member, self._begun)) >= ASK_S
 
-    def _judge(self, member: PeerId, progress: Progress) -> None:
+    def _judge(self, member: PeerId, progress: Row) -> None:
         now, who = self._ctx.clock.now(), f"averaging step {self._round.step + 1}: {self._ctx.roster.name(member)}"
         before, since = self._moved.get(member, (-1, now))
         self._moved[member] = progress.moved, now if progress.moved > before else since

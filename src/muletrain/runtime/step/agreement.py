@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from muletrain.events import LeftBehind
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.averaging.rounds import Round
+from muletrain.runtime.members.row import Seal
 from muletrain.runtime.step import audit
-from muletrain.runtime.step.messages import Seal
 from muletrain.runtime.step.record import round_id
 
 if TYPE_CHECKING:
@@ -179,6 +179,7 @@ class RoundAgreement:
             excused=state.excused,
             accused=self._audit.accused(),
         )
+        state.changed()
         ctx.chaos.reached("sealing", state.step)
         ctx.spawn(ctx.tell(replicas, seal), "seal")  # also to replicas that we do not count on
         return seal

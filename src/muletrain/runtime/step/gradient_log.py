@@ -16,8 +16,8 @@ from muletrain.network.base import Channel
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.averaging.mean_gradient import MeanGradient, TiedPart
-    from muletrain.runtime.averaging.messages import RoundEntry
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.row import RoundEntry
     from muletrain.runtime.step.record import StepRecord
     from muletrain.runtime.step.record_builder import RecordBuilder
     from muletrain.runtime.transfer.blocks import StateImage
