@@ -480,7 +480,7 @@ def test_before_a_run_people_see_rank_and_adapted_layers(tmp_path: Path) -> None
     facts, cache = facts_of(tmp_path, "qwen3-moe", targets, "adapter.quantise=nf4")
     found = summary_of(facts, cache, ["cpu"])
     layers = facts.spec.layers
-    assert found.adapter == f"rank 4 in {layers} x experts, q_proj, v_proj, beside weights in nf4"
+    assert found.adapter == f"rank 4 in experts, q_proj, v_proj ({layers} of each), beside weights in nf4"
     console = Console(file=io.StringIO(), width=80)
     console.print(summary_table(found))
     assert f"adapter (LoRA): {found.adapter}" in " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
