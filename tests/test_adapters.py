@@ -20,14 +20,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
+from muletrain.cli.actions.opening import prepare
 from muletrain.cli.show.summary import summary_table
 from muletrain.config.load import load_config
 from muletrain.data.chat import resolved
 from muletrain.data.tokens import TokenCache
-from muletrain.errors import CheckpointError, ConfigError
+from muletrain.errors import CheckpointError, ConfigError, DataError
 from muletrain.events import StepDone
 from muletrain.model.make import load_model, make_stage
+from muletrain.model.traced import export, making
 from muletrain.model.traced.adapter import check_tensors, merged, write_adapter
+from muletrain.model.traced.apart import LENGTHS
 from muletrain.model.traced.architecture import build
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.folder import with_adapter
@@ -292,7 +295,35 @@ def test_from_the_command_line_to_peft_and_back(tmp_path: Path, name: str, dora:
     assert any("magnitude" in name for name in further) == dora
     for each, weight in further.items():
         assert torch.equal(weight, theirs["base_model.model." + each])
-    assert "What is" not in muletrain(tmp_path, "generate", str(run), "What is 2 plus 2?", "--tokens", "4")
+    for where in (str(run), "adapter", "whole"):
+        assert "What is" not in muletrain(tmp_path, "generate", where, "What is 2 plus 2?", "--tokens", "4"), where
+
+
+def test_an_adapter_is_prepared_by_two_traces_and_a_mistake_in_the_data_found_by_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the small copy that tells whether conversations can be kept apart, and of the chain that the run computes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base, data = base_of(tmp_path / "base", "qwen2"), write_rows(tmp_path / "chat.jsonl", chats(60))
+    contexts, trace = list[int](), export.trace
+
+    def traced(module: nn.Module, context: int, *given: Any, **named: Any) -> Any:
+        contexts.append(context)
+        return trace(module, context, *given, **named)
+
+    monkeypatch.setattr(export, "trace", traced)
+    for known in (making.made, making.outlined, making.shapes_of, making.computing):
+        known.cache_clear()  # type: ignore[attr-defined]
+    asked = [*EXACT, f"model.from={base}", "adapter.rank=4", "model.context=56"]
+    with pytest.raises(DataError, match="no such file"):
+        prepare(load_config(None, [*asked, f"data.path={tmp_path}/none.jsonl"]))
+    assert contexts == []
+    config, facts, _ = prepare(load_config(None, [*asked, f"data.path={data}"]))
+    assert contexts == [sum(LENGTHS), 56]
+    assert isinstance(facts.spec, TracedModel)
+    assert (config.model.attention, config.model.chain) == ("conversation", facts.spec.chain_name)
+    for spec in (facts.spec, with_adapter(facts.spec, None)):
+        assert making._shapes(making._built(spec, torch.float32)[0]) == dict(spec.outline.shapes)
 
 
 def test_a_run_on_conversations_goes_on_when_its_model_has_moved(tmp_path: Path) -> None:
@@ -449,7 +480,7 @@ def test_before_a_run_people_see_rank_and_adapted_layers(tmp_path: Path) -> None
     facts, cache = facts_of(tmp_path, "qwen3-moe", targets, "adapter.quantise=nf4")
     found = summary_of(facts, cache, ["cpu"])
     layers = facts.spec.layers
-    assert found.adapter == f"rank 4 in {layers} x experts, q_proj, v_proj, beside weights in nf4"
+    assert found.adapter == f"rank 4 in experts, q_proj, v_proj ({layers} of each), beside weights in nf4"
     console = Console(file=io.StringIO(), width=80)
     console.print(summary_table(found))
     assert f"adapter (LoRA): {found.adapter}" in " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]

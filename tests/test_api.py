@@ -7,6 +7,7 @@ import base64
 import http.server
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -58,6 +59,8 @@ def test_a_script_trains_and_takes_the_model_home(capfd: pytest.CaptureFixture[s
     assert run.step == 6
     assert run.loss is not None
     assert run.loss < 7
+    status, last = run.status(), [e.loss for e in run.events() if isinstance(e, StepDone)][-1]
+    assert (status["loss"], status["heldout_loss"]) == (last, run.loss)
     assert run.model()(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 300)
     assert run.tokenizer.decode(run.tokenizer.encode("a mule", add_special_tokens=False).ids) == "a mule"
     assert (run.export("out") / "model.safetensors").exists()
@@ -127,6 +130,10 @@ def test_a_module_and_a_dataset_of_the_script_train_and_come_back(here: Path) ->
     trained = run.model()
     assert isinstance(trained, Net)
     assert 8.9 < trained.head.bias[0] < 9
+    assert isinstance(muletrain.load(run.folder or "").model(), Net), "as the run gives it"
+    assert re.fullmatch(r"<Checkpoint .*step-00000002: step 2, 85 parameters>", repr(run.checkpoint))
+    names = [f.name.rpartition("_")[0] for f in (here / "runs").rglob("*.pt")]
+    assert sorted(names) == ["Classes", "Net"], "the run's lines name the classes"
     assert not torch.equal(trained.head.bias, net.head.bias)
     assert run.loss is not None
     assert (run.export("weights") / "model.safetensors").exists()
@@ -211,7 +218,7 @@ def test_what_a_callback_raises_ends_the_run() -> None:
         ),
         (
             lambda: muletrain.train(model=Net(), data=Classes(7)),
-            r"compares 5 classes.*integers up to 6; set model.vocab = 5",
+            r"compares 5 classes, and model.vocab = 7, .*: make it 7 in the module, or set model.vocab = 5 if no integer",
         ),
         (lambda: muletrain.train(data=Classes(5)), r"data.factory: its samples are for a module of yours"),
         (lambda: muletrain.train(model="x", tokenizer=object()), r"tokenizer: it belongs to a transformers model"),

@@ -559,6 +559,9 @@ def test_the_report_says_what_was_left_out() -> None:
     text = shown(final_report(fold([]), part, [], {}))
     for count in ("1,000 ", "5,000,000", "2,000 of 9,000,000 "):
         assert count in text
+    other = Quality(loss=3.0, unigram=None, bigram=None, tokens=9, heldout=9, counted=0, trained=0)
+    text = shown(final_report(fold([]), other, [], {}))
+    assert "On 9 tokens" in text, "the model may have seen another text"
     short = Quality(loss=3.0, unigram=None, bigram=None, tokens=9, heldout=9, counted=50, trained=50)
     text = shown(final_report(fold([]), short, [], {}))
     assert "too few training tokens" in text

@@ -196,7 +196,7 @@ def test_a_fleet_that_loses_a_replica_trains_it_as_a_loop_does(tmp_path: Path, k
     state = safetensors.torch.load_file(checkpoint.export_module(tmp_path / "out"))
     fresh = loop_model(facts)
     fresh.load_state_dict(state)
-    found = quality(checkpoint, checkpoint.model(), checkpoint.corpus())
+    found = quality(checkpoint, checkpoint.computed(), checkpoint.corpus())
     assert found.loss == pytest.approx(measured(fresh), rel=1e-5)
     during = {e.step: e.loss for e in events if isinstance(e, Validated)}
     assert during == pytest.approx({step: wanted[step] for step in (0, 5, 10, 15)}, rel=1e-4)

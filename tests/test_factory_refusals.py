@@ -78,7 +78,11 @@ def test_a_module_that_cannot_be_trained_says_why(kind: str, message: str) -> No
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        ("words", ["model.vocab=301"], "embed looks up 300 rows, and .* integers up to 300; set model.vocab = 300"),
+        (
+            "words",
+            ["model.vocab=301"],
+            "embed looks up 300 rows, and model.vocab = 301, .*: make it 301 in the module, or",
+        ),
         ("vit", ["data.factory=tests.own_models:images_with_classes", "model.vocab=9"], "compares 5 classes"),
         ("windowed", ["model.vocab=300", "model.context=33"], "takes at most 32 tokens, and model.context = 33"),
         ("placed", ["model.vocab=300", "model.context=33"], "place looks up 32 rows, and in 33 tokens .* go to 32"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from muletrain.cli.main import app
+from muletrain.data.chat import chat_template
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import MuletrainError
 from muletrain.model.traced import export
@@ -77,7 +79,7 @@ def test_a_folder_is_measured_as_transformers_measures_it(folder: Path, name: st
         logits = torch.cat([theirs(tokens[k : k + 64][None]).logits[0] for k in range(0, 512, 64)])
     expected = float(F.cross_entropy(logits, tokens[1:]))
     assert model.spec.context == 64
-    assert quality(model, model.model(), cut).loss == pytest.approx(expected, rel=1e-5)
+    assert quality(model, model.computed(), cut).loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_commands_take_a_folder(folder: Path) -> None:
@@ -94,6 +96,34 @@ def test_the_commands_take_a_folder(folder: Path) -> None:
     assert about["perplexity"] == pytest.approx(math.exp(about["loss"]))
     lacking = typed("eval", name)
     assert "is a model without a text of its own; give one to measure it on" in str(lacking.exception)
+
+
+def test_a_folder_with_a_chat_template_is_asked_by_it(folder: Path, tmp_path: Path) -> None:
+    """As the run is from which it was exported; an adapter's own template goes before that of its model."""
+    chatty, adapter = tmp_path / "chatty", tmp_path / "adapter"
+    shutil.copytree(folder / "llama", chatty)
+    (chatty / "chat_template.jinja").write_text("Ask: {{ messages[0].content }}. Answer:")
+    text, asked = (trained_in(folder / "llama"), trained_in(chatty))
+    options: dict[str, Any] = {"max_tokens": 6, "temperature": 0}
+    said = write(asked, asked.writer(), PROMPT, **options)
+    assert write(text, text.writer(), PROMPT, **options).startswith(PROMPT)
+    assert said == write(text, text.writer(), f"Ask: {PROMPT}. Answer:", **options).partition("Answer:")[2].strip()
+    assert write(asked, asked.writer(), PROMPT, chat=False, **options) == write(text, text.writer(), PROMPT, **options)
+    shutil.copytree(folder / "llama", adapter, ignore=lambda *_: ["config.json", "model.safetensors"])
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(chatty)}))
+    (adapter / "chat_template.jinja").write_text("adapted")
+    assert chat_template(Pretrained.of(str(adapter)).config.data).endswith("\nadapted")
+    (adapter / "tokenizer.json").unlink()
+    assert "Ask: " in chat_template(Pretrained.of(str(adapter)).config.data), "it brings no tokenizer"
+    plain = Pretrained.of(str(chatty)).corpus(str(folder / "mine.txt"))
+    assert len(plain.heldout), "it is measured on plain text, too"
+
+
+def test_a_run_whose_name_is_mistyped_is_no_model_of_the_hub(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    run = checkpoints(here)[1][0].parent.parent
+    monkeypatch.chdir(run.parent.parent)
+    with pytest.raises(MuletrainError, match=rf"runs/none: no such folder; .*; there are: .*runs/{run.name}"):
+        trained_in(Path("runs/none"))
 
 
 def test_what_is_written_controls_no_terminal(folder: Path) -> None:

@@ -210,3 +210,19 @@ def test_start_keeps_name_and_port_for_the_resume_and_status_names_the_command(
         log.emit(SteppedBack(step=3, to=2, lost=[0], moves=[], lineage="x"))
     with pytest.raises(MuletrainError, match=re.escape(f"at step 2 of 3; go on: muletrain start --resume {folder}")):
         show_status(None, json=False)
+
+
+def test_the_counts_of_a_local_fleet_are_derived_anew_at_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two peers both are trainers by default; that is no setting that one peer could contradict."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    run_local(Wanted(None, [*SMALL[:-1], "fleet.stages=1"]), json=True)
+    folder = run_folder(tmp_path / ROOT)
+    kept = load_config(folder / "config.toml").fleet
+    assert (kept.peers, kept.trainers, kept.stages) == (None, None, 1)
+    assert Checkpoint.open(folder).config.fleet.peers == 2
+    run_local(Wanted(None, ["train.steps=8", "fleet.peers=1"], folder), json=True)
+    assert steps(folder) == list(range(1, 9))
+    assert Checkpoint.open(folder).config.fleet.trainers == 1

@@ -225,7 +225,7 @@ def test_a_model_of_transformers_begins_with_its_weights_of_now(here: Path) -> N
 def test_a_module_is_read_with_its_weights_by_this_user_alone() -> None:
     net = Net()
     name = fields(model={"factory": net, "vocab": 5})["model.factory"]
-    (path,) = script._folders[0].glob("module_*.pt")
+    (path,) = script._folders[0].glob("Net_*.pt")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     trusted.trust(name)
@@ -250,7 +250,7 @@ def test_no_process_reads_what_its_user_did_not_name(monkeypatch: pytest.MonkeyP
 )
 def test_a_file_that_is_not_as_it_was_written_is_not_read(spoil: Callable[[Path], object], why: str) -> None:
     name = fields(model=Net())["model.factory"]
-    (path,) = script._folders[0].glob("module_*.pt")
+    (path,) = script._folders[0].glob("Net_*.pt")
     spoil(path)
     trusted.trust(name)
     with pytest.raises(ConfigError, match=why):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -58,7 +59,9 @@ def test_a_text_is_told_in_documents_tokens_and_epochs(text: Path) -> None:
     said = told(found)
     for part in (f"{found.train:,} tokens to train on", f"{found.heldout:,} tokens", "20 steps of 4 x 16 = 64 tokens"):
         assert part in said
-    assert f"all steps take 1,280 tokens: {found.epochs:.1f} epochs of the data" in said
+    assert f"all 20 steps take 1,280 tokens: {found.epochs:.1f} epochs of the data" in said
+    long = dataclasses.replace(found, documents=found.documents | {"heldout_documents": 1, "ends": 7})
+    assert f"held out: {found.heldout:,} tokens (1 document and the ends of 7 long documents)" in told(long)
     assert "all trained" in said
     assert "learning rate 0.003 after 2 steps of warm-up, cosine decay to 0" in said
     assert max(map(len, said.splitlines())) <= 80
@@ -92,7 +95,7 @@ def test_conversations_are_told_with_what_counts_and_examples(tmp_path: Path) ->
     assert "conversations, " in said
     assert f"conversations, {found.documents['counted']:,} tokens count towards the loss" in said
     assert "to train on" not in said, "padding is nothing to train on"
-    assert f"in sequences of {found.train:,} tokens together, " in said
+    assert f"their sequences have {found.train:,} tokens, " in said
     assert "% of them padding" in said
     assert "today's date" not in said
     assert len(found.examples) == 3

@@ -76,12 +76,12 @@ def test_a_fleet_trains_gpt2_as_a_loop_does_and_gives_it_back(tmp_path: Path) ->
 def check_without_the_folder(tmp_path: Path) -> None:
     """The folder that a run started from is not needed to write text, nor to measure."""
     before = Checkpoint.open(tmp_path / "run")
-    text = write(before, before.model(), "Mule", max_tokens=8, temperature=0)
+    text = write(before, before.computed(), "Mule", max_tokens=8, temperature=0)
     shutil.rmtree(tmp_path / "hf")
     checkpoint = Checkpoint.open(tmp_path / "run")
-    assert write(checkpoint, checkpoint.model(), "Mule", max_tokens=8, temperature=0) == text
+    assert write(checkpoint, checkpoint.computed(), "Mule", max_tokens=8, temperature=0) == text
     assert checkpoint.stops == {2, 17}, "2 is the tokenizer's; only the generation settings say 17"
-    loss, again = (quality(c, c.model(), c.corpus(), tokens=100).loss for c in (checkpoint, before))
+    loss, again = (quality(c, c.computed(), c.corpus(), tokens=100).loss for c in (checkpoint, before))
     assert loss == again
 
 
@@ -113,7 +113,7 @@ def check_export(tmp_path: Path, model: Any) -> None:
     theirs, ours = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("hf", "out"))
     assert ours.special_tokens_map == theirs.special_tokens_map
     assert ours("Mule 7")["input_ids"] == theirs("Mule 7")["input_ids"]
-    whole = checkpoint.model()
+    whole = checkpoint.computed()
     found = quality(checkpoint, whole, checkpoint.corpus(), tokens=500)
     assert found.loss == pytest.approx(evaluate(whole, _heldout(checkpoint)), rel=0.2)
     assert checkpoint.stops == {2, 17}, "where the source's generation settings stop, too"

@@ -187,7 +187,7 @@ CASES: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     "a file that is cut off": (lambda: raw(json.dumps(ROW).encode() + b'\n{"messages": ['), ["mine.jsonl:2: not JSON"]),
     "a table without the columns": (
         lambda: parquet(title=["a"] * 9),
-        ["mine.parquet: no 'text'; set data.field to one of: title"],
+        ["mine.parquet: no 'text'; for plain text set data.field to one of: title; for conversations rename"],
     ),
     "a table of another format": (
         lambda: [*parquet(text=["a"] * 9), "data.format=messages"],

@@ -25,7 +25,7 @@ from muletrain.cli.show.console import LiveConsole
 from muletrain.cli.show.notebook import NotebookConsole, in_notebook
 from muletrain.config.trusted import trust, trusted
 from muletrain.errors import CheckpointError, MuletrainError
-from muletrain.events import Evaluated, StepDone
+from muletrain.events import Evaluated, StepDone, Validated
 from muletrain.events.event import EventError, parse
 from muletrain.given import Given, sets
 from muletrain.runs.folder import GIVEN
@@ -202,20 +202,23 @@ class Run:
     @property
     def loss(self) -> float | None:
         """The held-out loss at the end [nats/token], or else that of the last step; None: there is none yet."""
+        measured = self._newest_loss(Evaluated)
+        return self._newest_loss(StepDone) if measured is None else measured
+
+    def _newest_loss(self, *kinds: type[Evaluated | Validated | StepDone]) -> float | None:
         with self._news:
-            measured = next((e.loss for e in reversed(self._events) if isinstance(e, Evaluated)), None)
-            if measured is not None:
-                return measured
-            return next((e.loss for e in reversed(self._events) if isinstance(e, StepDone)), None)
+            return next((e.loss for e in reversed(self._events) if isinstance(e, kinds)), None)
 
     def status(self) -> dict[str, Any]:
-        """Steps, loss, tokens/s and peers, as they are now."""
+        """Steps, tokens/s and peers, as they are now, the loss of the last step, and the held-out loss that was measured last
+        (None: not yet)."""
         stages = {stage: [peer.name for peer in peers] for stage, peers in self.view.stages(present=True).items()}
         rate = self.view.pace.tokens_per_s(None)
         return {
             "step": self.view.step,
             "steps": self.view.steps,
-            "loss": self.loss,
+            "loss": self._newest_loss(StepDone),
+            "heldout_loss": self._newest_loss(Evaluated, Validated),
             "tokens_per_s": rate,
             "stages": stages,
             "running": self.running,
@@ -271,14 +274,13 @@ class Run:
         return load(self.folder)
 
     def model(self) -> nn.Module:
-        """The trained model on the CPU, in fp32: tokens int64 [B, T] to logits [B, T, V]. A module of yours is that module
-        itself, with the trained weights, for evaluation. Raises CheckpointError."""
-        checkpoint = self.checkpoint
-        return checkpoint.module() if checkpoint.spec.own_loss else checkpoint.model()
+        """``model()`` of the newest checkpoint (see ``load``). Raises CheckpointError."""
+        return self.checkpoint.model()
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer, of the package ``tokenizers``."""
+        """The tokenizer, of the package ``tokenizers``: ``encode(text).ids`` are tokens. ``transformers`` reads one of its own
+        from the folder that ``export`` writes."""
         return self.checkpoint.encoder.tokenizer
 
     def export(self, folder: str | Path, *, merge: bool = False, dtype: str = "fp32") -> Path:
@@ -393,7 +395,7 @@ def join(ticket: str, *, name: str | None = None, data: str | None = None, show:
 def load(where: str | Path, *, factory: Iterable[str] = ()) -> Checkpoint:
     """The newest checkpoint of a run folder, a checkpoint's folder, or a Hugging Face folder or name.
 
-    ``model()``: the model on the CPU in fp32, tokens int64 [B, T] to logits [B, T, V]. ``module()``: a module of yours.
+    ``model()``: the model on the CPU in fp32, tokens int64 [B, T] to logits [B, T, V], or a module of yours as that module.
     ``encoder``: text to tokens and back. ``weights()``: name -> tensor in fp32. ``step``: steps that are done. ``factory``:
     factories of the run that this process may import, as ``--factory``. Raises MuletrainError.
     """
@@ -415,8 +417,8 @@ def generate(
     """The text with which a trained model goes on after ``prompt``, or answers it (see ``muletrain generate``).
 
     ``where``: as for ``load``. ``tokens``: most new ones. ``temperature``: 0 always takes the likeliest token. ``chat``:
-    answer by the chat template, or continue the text; default: as the model was trained. ``source``: the folder of
-    ``model.from`` if it moved. Raises MuletrainError.
+    answer by the chat template, or continue the text; default: as the run was trained, and a model of Hugging Face answers if
+    it declares a chat template. ``source``: the folder of ``model.from`` if it moved. Raises MuletrainError.
     """
     from muletrain.runs.result import write
 

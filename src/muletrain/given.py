@@ -94,7 +94,7 @@ class Given:
         if built and hasattr(model, "save_pretrained"):
             return self._pretrained(model, tokenizer)
         if built and hasattr(model, "named_parameters"):
-            return {"factory": self._kept("module", "model", model, f"model={{'factory': '{_PACKAGE}models:build'}}")}
+            return {"factory": self._kept("model", model, f"model={{'factory': '{_PACKAGE}models:build'}}")}
         raise ConfigError(
             f"model: {type(model).__name__}; give a name, a folder, a transformers model, an nn.Module, or the fields of the section"
         )
@@ -204,11 +204,12 @@ class Given:
         for side in (train, heldout) if heldout is not None else (train,):
             if not len(side):
                 raise ConfigError("data: the dataset is empty; give some samples")
+        name = type(train).__name__
         if heldout is None:
             held = range(0, len(train), max(2, round(1 / share)) if share else len(train))
             rest = sorted({*range(len(train))} - {*held})
             train, heldout = Part(train, rest), Part(train, held)
-        name = self._kept("samples", "data", (train, heldout), f"data={{'factory': '{_PACKAGE}data:build'}}")
+        name = self._kept("data", (train, heldout), f"data={{'factory': '{_PACKAGE}data:build'}}", name)
         model = self._found["model"]
         unknown = self._config is None and "vocab" not in model
         if unknown and (largest := _largest((train, heldout))) is not None:
@@ -217,15 +218,17 @@ class Given:
 
     # Files ------------------------------------------------------------------------------------------------------------
 
-    def _kept(self, kind: Any, field: str, thing: object, remedy: str) -> str:
-        shown = type(thing).__name__ if field == "model" else "the dataset"
+    def _kept(self, field: str, thing: object, remedy: str, name: str = "") -> str:
+        """The factory of ``thing``. ``name``: of its class."""
+        name = name or type(thing).__name__
+        shown = name if field == "model" else "the dataset"
         if self._command == "start":
             raise ConfigError(
                 f"{field}: {shown} is this script's, and its code goes to no other machine; install a package that builds it on "
                 f"each machine, and give {remedy}"
             )
         try:
-            return keep(self._run_folder(), kind, thing)
+            return keep(self._run_folder(), name, thing)
         except ConfigError as e:
             raise ConfigError(f"{field}: {shown}: {e}") from e
 

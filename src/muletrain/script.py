@@ -2,10 +2,10 @@
 
 Nobody can import a class of a script or of a notebook's cell. So ``muletrain.api`` pickles the object (``cloudpickle``
 writes such classes by value) into RUN/script, where only this user can read, and names it by its content:
-``muletrain.script:module_0123456789abcdef``. That name is a factory as any other (``config.trusted``): a process reads
-the file only if the user of this machine named it, and only if the content has this digest. A secret key of the user
-enters the digest, so a run folder that comes from elsewhere brings nothing that runs. Nothing of it goes to another
-machine.
+``muletrain.script:Net_0123456789abcdef``, with the name of its class. That name is a factory as any other
+(``config.trusted``): a process reads the file only if the user of this machine named it, and only if the content has
+this digest. A secret key of the user enters the digest, so a run folder that comes from elsewhere brings nothing that
+runs. Nothing of it goes to another machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import secrets
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import ConfigError
 
@@ -30,7 +30,8 @@ FOLDER = "script"
 """In the run folder, for all that comes from the script."""
 KEY = "script.key"
 """File of the user's key, in ~/.local/share/muletrain."""
-_NAME = re.compile(r"(module|samples)_([0-9a-f]{16})")
+_NO_WORD = re.compile(r"\W")
+_NAME = re.compile(r"\w+_[0-9a-f]{16}")
 _folders: list[Path] = []
 
 
@@ -82,8 +83,9 @@ def places() -> tuple[str, ...]:
     return tuple(map(str, _folders))
 
 
-def keep(run: Path, kind: Literal["module", "samples"], thing: object) -> str:
-    """Write ``thing`` for the processes of the run in this folder. Returns the name of the factory. Raises ConfigError."""
+def keep(run: Path, kind: str, thing: object) -> str:
+    """Write ``thing`` for the processes of the run in this folder. Returns the name of the factory, which begins with
+    ``kind``. Raises ConfigError."""
     import pickle
 
     import torch  # slow to import, and few runs have objects of a script
@@ -104,7 +106,7 @@ def keep(run: Path, kind: Literal["module", "samples"], thing: object) -> str:
             f"it cannot be copied to the run's processes ({type(e).__name__}: {e}); let it hold no open files, locks, "
             f"threads or generators, or give it by a package: 'mypackage.models:build'"
         ) from e
-    name = f"{kind}_{_digest(partial)}"
+    name = f"{_NO_WORD.sub('_', kind)}_{_digest(partial)}"  # classes that ``type`` made may have any name
     partial.replace(folder / f"{name}.pt")
     look_in(run)
     return PREFIX + name

@@ -36,7 +36,7 @@ def imported(field: str, name: str) -> Callable[..., Any]:
         others = f" (named here: {', '.join(trusted())})" if _named else ""
         raise ConfigError(
             f"{field}: the run needs '{name}', which is code that this machine would execute. If you installed it and "
-            f"trust it, add --factory {name}{others}"
+            f"trust it, add --factory {name}, or in Python factory=['{name}']{others}"
         )
     module, _, function = name.partition(":")
     here = os.getcwd()

@@ -188,15 +188,20 @@ def _called(call: Any, place: str) -> Any:
     return {**call, "function": function} if "function" in call else function
 
 
+def with_format(config: DataConfig) -> DataConfig:
+    """``config`` with the format of its rows, by the first one. Raises DataError."""
+    if config.factory is not None or config.format != "auto":
+        return config
+    found = kind_of(Corpus(config.path, EveryColumn()).first_row(), config.field)
+    return config.model_copy(update={"format": found})
+
+
 def resolved(config: DataConfig, before: str | None = None) -> DataConfig:
     """``config`` with the format of its rows, by the first one, and with the text of the chat template. ``before``: see
     ``chat_template``. Raises DataError."""
     if config.factory is not None:
         return config
-    found = config.format
-    if found == "auto":
-        found = kind_of(Corpus(config.path, EveryColumn()).first_row(), config.field)
-    known = config.model_copy(update={"format": found})
+    known = with_format(config)
     if known.counts and config.special_tokens == "text":
         raise DataError("data.special_tokens: 'text', but a chat template writes special tokens; leave it out")
     if not known.counts and config.chat_template is not None:
@@ -258,6 +263,11 @@ def _fixed_date(template: str, day: str) -> str:
     return (
         f"{{% macro strftime_now(format) %}}{cases}{fixed:{_USUAL_FORMAT}}{'{% endif %}' * len(other)}{{% endmacro %}}"
     )
+
+
+def declares_template(name: str) -> bool:
+    """Does a model's folder, or the model of that name, declare a chat template? Raises DataError."""
+    return _declared(name)[0] is not None
 
 
 def prints_date(config: DataConfig) -> bool:

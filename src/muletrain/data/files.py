@@ -355,7 +355,10 @@ def no_field(field: str, place: str, available: list[str]) -> DataError:
             f"data.path: {place}: no '{field}', but '{chat[0]}', in a run on plain text; train conversations in a run of their own "
             f"(data.format), or set data.field to a column of text"
         )
-    return DataError(f"data.path: {place}: no '{field}'; set data.field to one of: {', '.join(available) or '(none)'}")
+    return DataError(
+        f"data.path: {place}: no '{field}'; for plain text set data.field to one of: {', '.join(available) or '(none)'}; for "
+        f"conversations rename the columns: 'messages' (a list), or 'question' and 'answer'"
+    )
 
 
 class _Listed:
@@ -427,7 +430,9 @@ class _Listed:
 
 def _parsed(line: str, place: str) -> object:
     try:
-        return json.loads(line)
+        return json.loads(
+            line.rstrip()
+        )  # a fault at the end is in this line's last column, not in the next line's first
     except (ValueError, RecursionError) as error:  # (ten thousand brackets)
         reason = str(error)
         if isinstance(error, json.JSONDecodeError):

@@ -107,7 +107,8 @@ class SampleData:
                 wrong = "has numbers that are not finite (NaN or infinite); correct or leave it out"
                 if integers:
                     wrong = f"is out of range: integers from {x.min()} to {x.max()}, and model.vocab = {vocab}; "
-                    wrong += f"set model.vocab = {x.max() + 1}" if x.min() >= 0 else "they must not be negative"
+                    remedy = f"set model.vocab = {x.max() + 1} or more, and give the module as many rows and classes"
+                    wrong += remedy if x.min() >= 0 else "they must not be negative"
                 name = self._named(side, int(which[fine.argmin()]))
                 raise DataError(f"data.factory: the {what} of {name} {wrong}")
         return both

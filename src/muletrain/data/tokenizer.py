@@ -118,6 +118,11 @@ def token_range(tokenizer: Tokenizer) -> int:
     return max({*tokenizer.get_vocab(with_added_tokens=True).values()} - special, default=-1) + 1
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Does a folder hold a tokenizer?"""
+    return any((folder / name).is_file() for name in VOCABULARIES)
+
+
 def check_own(folder: Path, vocab: int) -> None:
     """Raises DataError if the tokenizer of a model's folder cannot be read, or has more tokens than the model."""
     tokenizer, end = read_tokenizer(str(folder))

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[float], None]
 
-FORMAT = 5  # goes up when the same text would give other tokens or files
+FORMAT = 6  # goes up when the same text would give other tokens or files
 
 _PIECE = 1 << 14  # characters from which a tokenizer learns at once
 _BATCH = 1 << 21  # characters encoded at once; bounds memory to some hundred MB
@@ -241,8 +241,8 @@ class _Builder:
         train, heldout = self._encoded(folder, split)
         self._check(split, train, heldout)
         stats = TokenStats(
-            documents=split.trained,
-            heldout_documents=split.heldout,
+            documents=split.trained - train.silent,
+            heldout_documents=split.heldout - heldout.silent,
             ends=split.ends,
             duplicates=split.duplicates,
             empty=split.empty,

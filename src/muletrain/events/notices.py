@@ -271,8 +271,9 @@ class NoTrainer(Notice):
 
     def sentence(self) -> str:
         return (
-            "no trainer is left, because no peer has the data; join with a machine that has it ('muletrain join --data PATH'). "
-            f"The run writes a checkpoint, and waits for {plural(self.minutes, 'minute')}"
+            "no trainer is left, because no peer has the data; join with a machine that has it ('muletrain join --data PATH'; "
+            f"'--data pydoc' is the text of a run without data.path). The run writes a checkpoint, and waits for "
+            f"{plural(self.minutes, 'minute')}"
         )
 
 

@@ -389,12 +389,13 @@ def _given_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor]:
 
 
 def resolve_start(
-    config: RunConfig, *, weights: bool = True, note: Callable[[str], None] = lambda text: None
+    config: RunConfig, *, weights: bool = True, note: Callable[[str], None] = lambda text: None, attends: bool = False
 ) -> RunConfig:
     """``config`` with the sizes of the checkpoint in ``model.from``, and the checkpoint's tokenizer unless the user
     names one. Sequence length, dropout, layer sharing and everything else stay the user's. With ``model.factory``, the
     sizes of the built module. Without ``weights`` only ``config.json`` is read, or fetched. ``note`` gets remarks for
-    people. Raises CheckpointError, or ConfigError if the user asks for different sizes."""
+    people. ``attends``: ``model.attention`` is decided, too (``attending``), by ``data.format``, so that only the chain that
+    will be computed is traced. Raises CheckpointError, or ConfigError if the user asks for different sizes."""
     if config.model.factory is not None:
         return _resolve_factory(config)
     if config.adapter.from_ is not None:
@@ -420,15 +421,16 @@ def resolve_start(
 
     try:
         folder = local_folder(config.model.from_, check, weights=weights)
-        sizes = sizes_in(folder, given, config.adapter, weights=weights, note=note)
+        packs = attends and data.counts and data.pack and config.model.attention == "auto"
+        sizes = sizes_in(folder, given, config.adapter, weights=weights, note=note, packs=packs)
     except CheckpointError as e:
         raise CheckpointError(f"model.from: {e}") from e
     if is_own(folder) and weights:
         check_own(folder, sizes["vocab"])
         data = data.model_copy(update={"tokenizer": str(folder.resolve())})
         sizes["stops"] = stops_in(folder)
-    sizes |= _stated(config.model)
-    check_given(given, sizes, "model.from, whose checkpoint")
+    sizes = _stated(config.model) | sizes
+    check_given({n: v for n, v in given.items() if v != "auto"}, sizes, "model.from, whose checkpoint")
     model = ModelConfig.model_validate({**sizes, "from": str(folder.resolve())})
     adapter = config.adapter
     if adapter.rank is not None and weights:
@@ -480,7 +482,7 @@ def attending(config: RunConfig, note: Callable[[str], None] = lambda text: None
                 f"its own"
             )
             model = {"attention": "row"}
-        else:
+        elif config.model.chain is not None:
             model["chain"] = spec.with_apart().chain_name
     return config.model_copy(update={"model": config.model.model_copy(update=model)})
 
@@ -516,10 +518,17 @@ def with_adapter_of(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def sizes_in(
-    folder: Path, given: dict[str, Any], adapter: AdapterConfig, *, weights: bool, note: Callable[[str], None]
+    folder: Path,
+    given: dict[str, Any],
+    adapter: AdapterConfig,
+    *,
+    weights: bool,
+    note: Callable[[str], None],
+    packs: bool = False,
 ) -> dict[str, Any]:
     """Fields of ``ModelConfig`` that describe the model in ``folder`` with ``adapter``, with a check of its weights if
-    ``weights``. Raises CheckpointError or ConfigError."""
+    ``weights``. ``packs``: conversations of one row are kept apart if the architecture allows that. Raises CheckpointError
+    or ConfigError."""
     context = run_context(folder, given.get("context"))
     if is_native(folder) and adapter.rank is None:
         untie = given.get("untie", False)
@@ -543,9 +552,11 @@ def sizes_in(
         declared, model = model, import_traced(folder, context=context, adapter=put_in, **own)
         if declared != model:
             note(_NOT_TIED)
-    computed = model.with_apart() if given.get("attention") == "conversation" else model
+    apart = {"attention": "conversation"} if packs and not mixed_by(model) else {}
+    computed = model.with_apart() if apart or given.get("attention") == "conversation" else model
     chain = {"chain": computed.chain_name} if weights or "chain" in given else {}
-    return {**{name: getattr(model, name) for name in SIZES}, **chain, **own}
+    about = {name: getattr(computed, name) for name in SIZES} | {"architecture": model.architecture}
+    return {**about, **chain, **apart, **own}
 
 
 def _kind_of_base(folder: Path, adapter: AdapterConfig, *, weights: bool) -> str:

@@ -33,6 +33,7 @@ from muletrain.runs.base import weights_of
 from muletrain.runs.folder import latest_checkpoint
 from muletrain.runtime.checkpoint.store import open_place, read_manifest
 from muletrain.script import look_in
+from muletrain.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,7 +88,7 @@ def _is_intact(folder: Path) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checkpoint:
     """A complete checkpoint. The manifest is written last, and names every part by content."""
 
@@ -164,6 +165,9 @@ class Checkpoint:
                 f"{path} is damaged: its content is not what the manifest says; use another checkpoint"
             )
         return path
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.folder}: step {self.step}, {plural(self.params, 'parameter')}>"
 
     @property
     def step(self) -> int:
@@ -273,8 +277,13 @@ class Checkpoint:
         assert isinstance(self.spec, TracedModel)
         return merged(build(self.spec.config), self.weights(source)), with_adapter(self.spec, None)
 
-    def model(self, source: Path | None = None) -> StageModule:
-        """Load the whole model on the CPU. ``source``: see ``weights``."""
+    def model(self, source: Path | None = None) -> nn.Module:
+        """Load the whole model on the CPU, in fp32: tokens int64 [B, T] to logits [B, T, V]. A user's own module is that module
+        itself, with the trained weights, for evaluation. ``source``: see ``weights``. Raises CheckpointError."""
+        return self.module() if self.spec.own_loss else self.computed(source)
+
+    def computed(self, source: Path | None = None) -> StageModule:
+        """Load the whole model on the CPU as peers compute it, a user's module with its loss. ``source``: see ``weights``."""
         return load_model(self.spec, self.weights(source))
 
     def module(self) -> nn.Module:
@@ -288,7 +297,7 @@ class Checkpoint:
         """Load, on the CPU, the model that continues a text. ``source``: see ``weights``. Raises ConfigError for a user's
         module that takes no text, or for an unusable factory."""
         if not self.spec.own_loss:
-            return self.model(source)
+            return self.computed(source)
         assert isinstance(self.spec, TracedModel)
         if self.spec.borders:
             raise ConfigError(

@@ -31,6 +31,8 @@ YOUNG_S = 60.0
 """Seconds after creation in which a folder may still lack the lock."""
 WATCH_S = 1.0
 """Seconds between two looks at the disk."""
+SHOWN = 5
+"""Runs that a message names."""
 LEAST_ROOM = 1 << 16
 """Free bytes below which a disk counts as full."""
 
@@ -165,8 +167,14 @@ def run_folder(path: Path, say: Callable[[str], None] = lambda text: None) -> Pa
         return found[0][1]  # the newest run begins again
     raise MuletrainError(
         f"{path}: no run folder (with a config.toml or checkpoints/), nor does it contain one; give a run's folder, or call '--resume' "
-        f"alone where 'muletrain run' or 'start' was called: it takes the newest run of {ROOT}/"
+        f"alone where 'muletrain run' or 'start' was called: it takes the newest run of {ROOT}/{_beside(path)}"
     )
+
+
+def _beside(path: Path) -> str:
+    """The newest runs in the folder that should hold ``path``, in words."""
+    found = sorted(((t, f) for f in path.parent.glob("*/") if (t := _last_used(f)) is not None), reverse=True)
+    return f"; there are: {', '.join(str(folder) for _, folder in found[:SHOWN])}" if found else ""
 
 
 def _last_used(folder: Path) -> float | None:
@@ -201,7 +209,7 @@ def latest_checkpoint(path: Path) -> Path:
     """The checkpoint folder that ``path`` names: ``path`` itself, or the newest checkpoint of a run folder. Raises
     MuletrainError if no checkpoint is found."""
     if not path.exists():
-        raise MuletrainError(f"{path}: no such folder; give that of a run ({ROOT}/...) or of a checkpoint")
+        raise MuletrainError(f"{path}: no such folder; give that of a run or of a checkpoint{_beside(path)}")
     if not (found := _manifests(path)):
         raise MuletrainError(
             f"{path}: no checkpoint here (manifest.json), nor a model of Hugging Face (config.json); give a run folder"

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muletrain.config.schema import RunConfig
-from muletrain.data.chat import resolved
+from muletrain.data.chat import declares_template, resolved
 from muletrain.data.encoder import with_end
-from muletrain.data.tokenizer import check_own, read_tokenizer, tokenizer_json
+from muletrain.data.tokenizer import check_own, has_tokenizer, read_tokenizer, tokenizer_json
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import ConfigError
 from muletrain.model.finite import finite
@@ -21,7 +21,7 @@ from muletrain.model.traced.adapter import CONFIG, base_of, with_weights
 from muletrain.model.traced.architecture import Whole
 from muletrain.model.traced.folder import USUAL_CONTEXT, traced_in, whole_in
 from muletrain.runs.checkpoint import Checkpoint
-from muletrain.runs.folder import has_checkpoint
+from muletrain.runs.folder import ROOT, has_checkpoint
 
 if TYPE_CHECKING:
     from muletrain.data.samples import Data
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 def trained_in(where: Path) -> Checkpoint:
     """The newest checkpoint of the run folder ``where``, the checkpoint there, or the model of a Hugging Face folder or of
     the Hub. Raises MuletrainError."""
-    foreign = not has_checkpoint(where) and (is_hub_name(str(where)) or any(where.glob("*.json")))
+    hub = is_hub_name(str(where)) and where.parent != ROOT
+    foreign = not has_checkpoint(where) and (hub or any(where.glob("*.json")))
     return Pretrained.of(str(where)) if foreign else Checkpoint.open(where)
 
 
@@ -52,7 +53,9 @@ class Pretrained(Checkpoint):
         except ConfigError:  # the model declares no longest sequence
             spec = traced_in(folder, context=USUAL_CONTEXT)
         model = {"from": str(folder), "stops": stops_in(folder)}
-        config = RunConfig.model_validate({"model": model, "adapter": adapter, "data": {"tokenizer": str(folder)}})
+        text = str(Path(name).resolve() if has_tokenizer(Path(name)) else folder)  # an adapter may bring its own
+        data = {"tokenizer": text, "format": "messages" if declares_template(text) else "text"}
+        config = RunConfig.model_validate({"model": model, "adapter": adapter, "data": data})
         return cls(folder, {"step": 0, "parts": [], "files": []}, spec, config)
 
     @property
@@ -63,15 +66,15 @@ class Pretrained(Checkpoint):
     def tokenizer_json(self) -> bytes:
         """See ``Checkpoint``. Without a declared end of documents, a text ends only at the maximum length. Raises
         DataError."""
-        check_own(self.folder, self.spec.vocab)
-        tokenizer, end = read_tokenizer(str(self.folder))
+        check_own(Path(self.config.data.tokenizer), self.spec.vocab)
+        tokenizer, end = read_tokenizer(self.config.data.tokenizer)
         return tokenizer_json(tokenizer if end is None else with_end(tokenizer, end))
 
     def corpus(self, path: str | None = None) -> Data:
         """The tokens of the text ``path`` by the model's tokenizer, all held out. Raises DataError."""
         if path is None:
             raise ConfigError(f"--data: {self.folder} is a model without a text of its own; give one to measure it on")
-        given = {"path": path, "tokenizer": str(self.folder), "pack": False}  # right for any architecture
+        given = {"path": path, "format": "auto", "pack": False}  # right for any architecture
         data = resolved(self.config.data.model_copy(update=given))
         return TokenCache.build(data, self.spec.vocab, measured=True, context=self.spec.context)
 
@@ -80,7 +83,7 @@ class Pretrained(Checkpoint):
         spec = dataclasses.replace(self.spec, context=min(self.spec.context, USUAL_CONTEXT))
         return dataclasses.replace(self, spec=spec)
 
-    def model(self, source: Path | None = None) -> StageModule:
+    def computed(self, source: Path | None = None) -> StageModule:
         """Load the whole model on the CPU, in fp32. Raises CheckpointError, and ConfigError for a ``source``."""
         if source is not None:
             raise ConfigError(f"--source: {self.folder} is a whole model, which needs no other; leave it out")

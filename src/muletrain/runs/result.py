@@ -192,13 +192,13 @@ def evaluation(folder: Path, log: EventLog) -> tuple[Quality | None, list[str]]:
     cache = checkpoint.corpus()
     if isinstance(cache, TokenCache) and not len(cache.heldout):
         log.note("no text is held out (data.heldout = 0): the model was not measured", "info")
-        return None, samples(checkpoint, checkpoint.model())
+        return None, samples(checkpoint, checkpoint.computed())
     tokens, before = report_tokens(checkpoint.spec), None
     try:  # first: both models need not be in memory at once
         before = loss_before(checkpoint, cache, tokens) if isinstance(cache, TokenCache) else None
     except MuletrainError as e:
         log.note(f"the loss before training was not measured: {e}", "warning")
-    model = checkpoint.model()
+    model = checkpoint.computed()
     result = dataclasses.replace(quality(checkpoint, model, cache, tokens), before=before)
     log.emit(evaluated(checkpoint.step, result))
     texts = samples(checkpoint, model)

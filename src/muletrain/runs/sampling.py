@@ -84,7 +84,7 @@ def main(checkpoint: Path, log: Path) -> int:
         try:
             found = Checkpoint.open(checkpoint)
             check_memory(found.params)
-            events.emit(Sampled(found.step, samples(found, found.model())))
+            events.emit(Sampled(found.step, samples(found, found.computed())))
         except Exception as e:  # of torch, of the disk: training goes on whatever happens here
             events.note(f"no text is written while the run trains: {e}", "info")
             return 1

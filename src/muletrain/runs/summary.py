@@ -122,7 +122,7 @@ def _start(facts: RunFacts) -> str:
 
 
 def _adapter(facts: RunFacts) -> str:
-    """Rank and adapted layers, e.g. 'rank 16 in 28 x q_proj, v_proj'."""
+    """Rank and adapted layers, e.g. 'rank 16 in q_proj, v_proj (28 of each)'."""
     rank, spec, held = facts.config.adapter.rank, facts.spec, facts.config.adapter.quantise
     if rank is None or not isinstance(spec, TracedModel):
         return ""
@@ -130,7 +130,7 @@ def _adapter(facts: RunFacts) -> str:
     counts = Counter(layer.rpartition(".")[2] for layer in layers)
     alike = {n: sorted(kind for kind in counts if counts[kind] == n) for n in sorted(counts.values(), reverse=True)}
     beside = "" if held == "none" else f", beside weights in {held}"
-    return f"rank {rank} in " + "; ".join(f"{n} x {', '.join(kinds)}" for n, kinds in alike.items()) + beside
+    return f"rank {rank} in " + "; ".join(f"{', '.join(kinds)} ({n} of each)" for n, kinds in alike.items()) + beside
 
 
 def _named(facts: RunFacts) -> str:

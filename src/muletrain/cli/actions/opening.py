@@ -18,7 +18,7 @@ from muletrain.cli.show.doing import doing
 from muletrain.config.dump import dump_toml
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_located, located
-from muletrain.data.chat import resolved
+from muletrain.data.chat import resolved, with_format
 from muletrain.data.corpus import absolute
 from muletrain.data.shown import examples
 from muletrain.errors import CheckpointError, ConfigError, MuletrainError
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from muletrain.config.locate import Origins
+    from muletrain.config.peer_sections import FleetConfig
     from muletrain.config.schema import RunConfig
     from muletrain.config.section import Section
     from muletrain.data.samples import Data
@@ -182,6 +183,10 @@ class Ready(NamedTuple):
     """The folder of the checkpoint that the run goes on from; None: it begins."""
     first_step: int
 
+    def of(self, fleet: FleetConfig) -> Ready:
+        """The same run, with the user's ``fleet`` for the next resume: the counts of a local fleet follow from its fields."""
+        return self._replace(given=self.given.model_copy(update={"fleet": fleet}))
+
     def save(self, **network: object) -> None:
         """Save ``given`` for the next resume, with these fields of ``network``."""
         save_config(self.folder, _with(self.given, "network", **network))
@@ -307,6 +312,8 @@ def prepare(
     from muletrain.model.traced.adapter import check_tensors
     from muletrain.runs.assemble import RunFacts, attending, check_first_weights, resolve_start
 
+    if checkpoint is None:  # a mistake in the data is cheap to find, and the model takes seconds
+        config = config.model_copy(update={"data": with_format(config.data)})
     given, source = config, config.model.from_
     later = checkpoint is None and source is not None and is_hub_name(source)  # the data may be wrong, too
     console = make_console(sys.stderr)
@@ -319,7 +326,7 @@ def prepare(
 
     with doing("reading the model"):
         try:
-            config = resolve_start(given, weights=not later, note=say)
+            config = resolve_start(given, weights=not later, note=say, attends=checkpoint is None)
         except CheckpointError as e:
             if checkpoint is None or checkpoint.config.model.given != config.model.given or checkpoint.spec.base:
                 raise
@@ -357,7 +364,7 @@ def prepare(
     windows = facts.source(data).windows  # raises if the corpus is shorter than one sequence
     if later:
         with doing("fetching the model"):
-            config = resolve_start(given, note=say)
+            config = resolve_start(given, note=say, attends=True)
             config = attending(config.model_copy(update={"data": resolved(config.data)}))
         fits(config)
         check_weights(config)

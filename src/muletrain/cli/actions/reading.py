@@ -12,7 +12,7 @@ from muletrain.cli.show.summary import Example, dated
 from muletrain.cli.show.tables import new_table
 from muletrain.config.load import load_config
 from muletrain.data import shown
-from muletrain.data.chat import prints_date, resolved
+from muletrain.data.chat import prints_date, resolved, with_format
 from muletrain.data.corpus import absolute
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import ConfigError
@@ -35,11 +35,12 @@ def show_data(path: str, overrides: Sequence[str], examples: int, *, json: bool)
     config = load_config(None, [f"data.path={absolute(path)}", *overrides])
     if config.data.factory is not None:
         raise ConfigError("data.factory: its samples are no text; 'muletrain data' shows text and conversations")
+    config = config.model_copy(update={"data": with_format(config.data)})
     data = config.data
     if config.model.from_ is not None:
         if data.tokenizer == "train":
             data = data.model_copy(update={"tokenizer": config.model.from_})
-        config = resolve_start(config, weights=False)
+        config = resolve_start(config, weights=False, attends=True)
     remarks = list[str]()
     with doing("reading the text") as tell:
         facts = RunFacts.of(attending(config.model_copy(update={"data": resolved(data)}), remarks.append))

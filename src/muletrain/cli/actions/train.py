@@ -125,7 +125,7 @@ def local_session(
         plan, servers, clients = local.plan, local.servers, local.clients
         with (Alone if local.alone else LocalFleet)(folder, local.threads) as fleet:
             fleet.spawn(servers + clients)  # the processes import while we tokenise
-            run = ready(folder, local.config, wanted, local.check_room, reads=True)
+            run = ready(folder, local.config, wanted, local.check_room, reads=True).of(config.fleet)
             config, network, peers = run.prepared.config, run.prepared.config.network, local.peers
             founder, *others = _founding(peers, Listening(network.listen, 0, ()), folder, run)
             founder = founder.model_copy(

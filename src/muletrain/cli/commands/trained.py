@@ -79,7 +79,7 @@ def evaluate(
         cache = checkpoint.corpus(data)
     except DataError as e:
         raise DataError(f"{e}; --data PATH names the text if it moved, or another one") from e
-    result = quality(checkpoint, checkpoint.model(source), cache, tokens or HELDOUT_TOKENS)
+    result = quality(checkpoint, checkpoint.computed(source), cache, tokens or HELDOUT_TOKENS)
     if json:
         print(dataclasses.replace(evaluated(checkpoint.step, result), t=time.time(), peer="eval").to_json())
     else:
@@ -138,14 +138,15 @@ def generate(
         bool | None,
         typer.Option(
             "--chat/--text",
-            help="Answer the prompt, asked by the chat template, or continue it. Default: as the model was trained.",
+            help="Answer the prompt, asked by the chat template, or continue it. Default: as the run was trained; a model of Hugging "
+            "Face answers if it declares a chat template.",
         ),
     ] = None,
     source: Source = None,
     factory: Factories = None,
     json: JsonObject = False,
 ) -> None:
-    """Continue a prompt with a trained model, or answer it if the model was trained on conversations.
+    """Continue a prompt with a trained model, or answer it if the model is one for conversations.
 
     A module of yours (model.factory, which --factory must name) writes text if it was trained on text and its
     forward(inputs), without targets, returns logits."""

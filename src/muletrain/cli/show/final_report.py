@@ -140,10 +140,11 @@ def _files(paths: Mapping[str, Path | str]) -> str:
 
 def quality_table(q: Quality) -> RenderableType:
     part = "" if q.tokens == q.heldout else f" (sampled from {q.heldout:,})"
+    held = "held-out " if q.trained else ""  # of another text nobody knows whether the model has seen it
     if q.own_loss:
         less = f"; left out: {plural(len(q.left_out), 'sample')}, first: {q.left_out[0]}" if q.left_out else ""
-        return Text(f"Loss {q.loss:.4g} on {q.tokens:,} held-out samples or tokens{part}{less}")
-    title = f"On {q.tokens:,} held-out tokens{part}"
+        return Text(f"Loss {q.loss:.4g} on {q.tokens:,} {held}samples or tokens{part}{less}")
+    title = f"On {q.tokens:,} {held}tokens{part}"
     table = new_table(title, ["model"], ["loss [nats/token]", "perplexity", "this model is"])
     table.add_row("this model", f"{q.loss:.3f}", _perplexity(q.loss), "")
     if q.before is not None:

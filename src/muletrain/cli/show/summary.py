@@ -77,10 +77,11 @@ def _data(e: RunPrepared) -> list[str]:
     lines = [f"{e.data}: {trained}{size}"]
     if padded:
         share = own["padding"] / (e.train + e.heldout)
-        lines.append(f"in sequences of {e.train:,} tokens together, {share:.0%} of them padding")
-    heldout = f"{plural(own['heldout_documents'], noun)}, " if own.get("heldout_documents") else ""
-    ends = f", ends of {plural(own['ends'], 'long document')} among them" if own.get("ends") else ""
-    lines.append(f"held out: {heldout}{e.heldout:,} {e.unit}{padded}{ends}" if e.heldout else "nothing is held out")
+        lines.append(f"their sequences have {e.train:,} tokens, {share:.0%} of them padding")
+    whole = [plural(own["heldout_documents"], noun)] if own.get("heldout_documents") else []
+    ends = [f"the ends of {plural(own['ends'], 'long document')}"] if own.get("ends") else []
+    source = f" ({' and '.join([*whole, *ends])})" if own else ""
+    lines.append(f"held out: {e.heldout:,} {e.unit}{padded}{source}" if e.heldout else "nothing is held out")
     if e.date:
         lines.append(dated(e.date))
     return [*lines, *e.changes]
@@ -100,9 +101,10 @@ def _steps(e: RunPrepared) -> list[str]:
     if e.warmup >= e.steps:
         last = e.lr * e.steps / e.warmup
         rate = f"learning rate rises to {last:.3g} at the last step: the warm-up to {e.lr:.3g} takes {plural(e.warmup, 'step')}"
+    unit = f"{e.unit} with padding" if e.documents.get("counted") else e.unit
     return [
         f"{done} of {of}, in microbatches of {e.microbatch:,}",
-        f"all steps take {e.taken:,} {e.unit}{' with padding' if e.documents.get('counted') else ''}: {_epochs(e.epochs)} of the data",
+        f"all {plural(e.steps, 'step')} take {e.taken:,} {unit}: {_epochs(e.epochs)} of the data",
         f"{e.optimizer}, {rate}",
     ]
 

@@ -86,11 +86,21 @@ def put_in(model: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
     return made
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence peft and the packages that it imports: they warn of kernels that nothing here uses, of Conv1D, whose weights
+    peft transposes, of patterns, and of their own calls."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _injected(model: nn.Module, adapter: Mapping[str, Any]) -> tuple[nn.Module, Any]:
     """``model`` with the adapter, and peft's settings of it, in which peft names each target that it found."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns of kernels not used here
     try:
-        from peft import LoraConfig, inject_adapter_in_model
+        with _quiet():
+            from peft import LoraConfig, inject_adapter_in_model
     except ImportError as e:
         raise ConfigError(
             "adapter.rank: adapters need the package peft; install it with `pip install 'muletrain[adapters]'`"
@@ -113,8 +123,7 @@ def _injected(model: nn.Module, adapter: Mapping[str, Any]) -> tuple[nn.Module, 
         task_type="CAUSAL_LM",
     )
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Conv1D, whose weights peft transposes, and of patterns
+        with _quiet():
             made: nn.Module = inject_adapter_in_model(settings, model)
     except (ValueError, TypeError) as e:
         remedy = "give the ends of names of linear layers, or of tensors of experts"
@@ -258,9 +267,10 @@ def base_of(folder: Path) -> str:
 def with_weights(model: nn.Module, folder: Path) -> nn.Module:
     """``model`` with any adapter of peft added to its weights. Raises CheckpointError."""
     try:
-        from peft import PeftModel
+        with _quiet():
+            from peft import PeftModel
 
-        found: nn.Module = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+            found: nn.Module = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
     except Exception as e:  # ImportError, and whatever peft raises
         raise CheckpointError(
             f"{folder}: the adapter does not fit its model: {str(e).splitlines()[0] if str(e) else e!r}"

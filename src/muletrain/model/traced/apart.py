@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -42,7 +43,8 @@ class Verdict(Section):
 def mixed_by(model: TracedModel) -> str:
     """Why conversations of one row cannot be kept apart in ``model``; empty: they can."""
     plain = {name: value for name, value in model.config.items() if name not in (ADAPTER, APART)}
-    config = json.dumps(plain if model.params <= SMALL else _shrunk(plain), sort_keys=True)
+    size = sum(map(math.prod, model.shapes.values()))
+    config = json.dumps(plain if size <= SMALL else _shrunk(plain), sort_keys=True)
     if (known := kept(KIND, about(config, sum(LENGTHS)), Verdict)) is None:
         known = Verdict(why=_compared(config))
         keep(KIND, about(config, sum(LENGTHS)), known)

@@ -21,6 +21,7 @@ from muletrain.model.traced.making import (
     kept_in_16_bits,
     made,
     outlined,
+    shapes_of,
     tables_bytes_of,
 )
 from muletrain.model.traced.outline import ADAPTER, APART
@@ -202,7 +203,7 @@ class TracedModel(Described):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every parameter; tied parameters once."""
-        return dict(self.outline.shapes)
+        return dict(shapes_of(self._plain))
 
     @property
     def parts(self) -> tuple[Part, ...]:

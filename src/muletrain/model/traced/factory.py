@@ -113,8 +113,8 @@ def check_vocabulary(traced: Traced, vocab: int) -> None:
             numbers = numbers.args[0]
         if numbers in (traced.inputs, traced.targets) and count < vocab:
             raise ConfigError(
-                f"{path_of(node)} {takes.format(count)}, and inputs and targets may be integers up to {vocab - 1}; set model.vocab = "
-                f"{count}, or give the module more"
+                f"{path_of(node)} {takes.format(count)}, and model.vocab = {vocab}, which covers inputs and targets alike: make it "
+                f"{vocab} in the module, or set model.vocab = {count} if no integer among them is larger than {count - 1}"
             )
 
 

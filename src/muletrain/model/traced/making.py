@@ -75,6 +75,23 @@ def outlined(spec: Described) -> Outline:
     return known(spec.architecture, spec.context) or _of_short(spec) or made(spec, "float32").outline
 
 
+@functools.lru_cache(maxsize=16)
+def shapes_of(spec: Described) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters by name, tied ones once: the outline's, which are those of the built model, or no outline can be
+    made. So the files of a model that is not computed, such as the base of an adapter, are checked without tracing."""
+    import torch
+
+    if spec.own_loss or known(spec.architecture, spec.context) is not None:
+        return outlined(spec).shapes
+    return _shapes(_built(spec, torch.float32)[0])
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    from muletrain.model.traced.export import INSIDE
+
+    return {name.removeprefix(INSIDE): tuple(p.shape) for name, p in module.named_parameters()}
+
+
 def digest_of(spec: Described) -> str:
     """Digest of the whole chain, for machines to compare. From the cache, or by tracing."""
     found = None if spec.own_loss else known(spec.architecture, spec.context, whole=True)
@@ -236,8 +253,7 @@ def _kinds(spec: Described) -> _Kinds | None:
     first = alike(layers, model.config.to_dict())
     if len(first) - max(first) - 2 < WORTHWHILE:
         return None
-    shapes = {name.removeprefix(INSIDE): tuple(p.shape) for name, p in module.named_parameters()}
-    return _Kinds(path.removeprefix(INSIDE), first, shapes)
+    return _Kinds(path.removeprefix(INSIDE), first, _shapes(module))
 
 
 def _layers(module: nn.Module) -> tuple[str, nn.ModuleList]:

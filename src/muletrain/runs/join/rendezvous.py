@@ -172,7 +172,7 @@ class Rendezvous:
         more = self.expected - len(ready)
         if building or more > len(unserved):
             counted = [f"{len(ready)} of {self.expected} peers ready"] if more > 0 else []
-            lacking.append(", ".join([*counted, *([f"{' and '.join(building)} preparing"] if building else [])]))
+            lacking.append(", ".join([*counted, *([f"{', '.join(sorted(building))} preparing"] if building else [])]))
         if not building and not any(g.trains for g in ready):
             lacking.append("no peer has the data (join --data PATH)")
         return lacking
