@@ -40,7 +40,7 @@ from muletrain.events.event import parse, parse_own
 from muletrain.runs.folder import held
 from muletrain.runs.view import RunView
 from muletrain.runs.worker_files import OWNER_FILE, STOP_FILE
-from tests.played_events import BEGIN_S, later, played, written
+from tests.played_events import BEGIN_S, later, played, prepared, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -105,16 +105,6 @@ def test_a_step_back_takes_its_steps_from_the_curve() -> None:
     page(ev.SteppedBack(t=1, peer="x", step=8, to=5, lost=[0], moves=[], lineage="b"))
     assert page.curve.points[-1].step == 5
     assert page.marks[-1]["kind"] == "back"
-
-
-def prepared(t: float, **changes: Any) -> ev.RunPrepared:
-    """The first event of a command."""
-    text: dict[str, Any] = {"data": "pydoc", "documents": {}, "changes": [], "unit": "tokens", "train": 1, "heldout": 1}
-    sizes: dict[str, Any] = {"steps": 12, "first_step": 0, "taken": 1, "epochs": 1.0, "model": "m", "start": "seed 0"}
-    how: dict[str, Any] = {"params": 1, "trained_params": 1, "batch": 64, "microbatch": 1, "context": 2048}
-    how |= {"optimizer": "adamw", "lr": 3e-4, "warmup": 1, "schedule": "cosine", "final_lr": 0.1, "precision": "fp32"}
-    place: dict[str, Any] = {"strategy": "swarm", "stages": 1, "peers": 2, "devices": ["cpu"]}
-    return ev.RunPrepared(t=t, peer="summary", **{**text, **sizes, **how, **place, **changes})
 
 
 @pytest.mark.parametrize("ended", ["in order", "killed", "killed, without a plan"])
@@ -438,7 +428,7 @@ def test_only_stop_and_kick_of_an_id_are_passed_on(tmp_path: Path, monkeypatch: 
     for action, peer in (("start", ""), ("kick", ""), ("kick", "--help"), ("kick", "a b; rm"), ("stop", "")):
         assert not asyncio.run(steer(folder, action, peer)).ok
     (folder / OWNER_FILE).touch()
-    monkeypatch.setattr("muletrain.dashboard.steering.TAKEN_S", 0.2)
+    monkeypatch.setattr("muletrain.runs.here.TAKEN_S", 0.2)
     done = asyncio.run(steer(folder, "stop", ""))
     assert (done.ok, "does not answer" in done.text) == (False, True), "no command runs there"
     assert not (folder / STOP_FILE).exists(), "nor does a later one end at once"

@@ -128,14 +128,21 @@ MachineName = Annotated[
     ),
 ]
 TICKET_VARIABLE = "MULETRAIN_TICKET"
-OwnTicket = Annotated[
+
+
+def _read_run(given: str | None) -> str | None:
+    """A run folder as it is; else as ``read_ticket``."""
+    return given if given is not None and Path(given).is_dir() else read_ticket(given)
+
+
+OneRun = Annotated[
     str | None,
     typer.Argument(
-        metavar="TICKET",
+        metavar="RUN",
         envvar=TICKET_VARIABLE,
-        callback=read_ticket,
-        help="Ticket, a file that contains it, or '-' for standard input. Without it, run the command in the folder "
-        "where 'start' or 'join' was called.",
+        callback=_read_run,
+        help="Run folder, ticket, a file that contains one, or '-' for standard input. Default: the run that goes on under runs/, if it "
+        "is only one.",
     ),
 ]
 

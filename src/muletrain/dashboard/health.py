@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from muletrain.runs.again import resuming
+from muletrain.runs.again import GOES_ON, resuming
 from muletrain.runs.view import GONE
 from muletrain.units import format_duration, plural
 
@@ -89,7 +89,8 @@ def _silent(view: RunView, facts: Facts) -> Health | None:
     if facts.live:
         return None
     why = f"the run's command ended at step {view.step} without a last word"
-    return Health("dead", "bad", why, "Read the logs in the run folder, then resume.", _resume(facts))
+    remedy = f"Read the logs in the run folder. {GOES_ON.removesuffix(': ')}:" if facts.command == "start" else ""
+    return Health("dead", "bad", why, remedy or "Read the logs in the run folder, then resume.", _resume(facts))
 
 
 def _resume(facts: Facts) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain import events as ev
+from muletrain.events.facts import SMOOTHING
 from muletrain.runs.worker_files import LEFT
 from muletrain.units import format_duration, plural, printable
 
@@ -27,8 +28,6 @@ BASE58 = re.compile(r"(?<!/)\b[1-9A-HJ-NP-Za-km-z]{6,64}\b")
 SENT_AWAY = frozenset({"expelled", "removed"})
 FINAL = SENT_AWAY | {"ended"}  # states without end: the last words of such a peer may come late
 GONE = FINAL | {"left", "replaced", "gone"}  # states of peers of which nothing more is to be expected
-SMOOTHING = 0.9
-"""Weight of the past in the shown loss: about the last ten steps."""
 WINDOW = 20
 """Steps over which speed is measured."""
 KNOWN = 3
@@ -102,11 +101,13 @@ class Pace:
             loss = SMOOTHING * loss + (1 - SMOOTHING) * event.loss
             weight = SMOOTHING * weight + (1 - SMOOTHING)
         self._sums[event.step] = _Sums(loss, weight, before.tokens + event.tokens)
-        self.step = event.step
+        before_step, self.step = self.step, event.step
         if self._recent:
             self._steady.append(event.duration_s)
+        came_late = math.isinf(self._begin_s) and event.step > before_step + 1
         self._begin_s, self.end_s = min(self._begin_s, event.t - event.duration_s), max(self.end_s, event.t)
-        self._recent.append(event)
+        if not came_late:  # a newcomer saw only the end of its first step
+            self._recent.append(event)
         return True
 
     @property
@@ -130,9 +131,10 @@ class Pace:
         return self._before_s + max(0.0, self.end_s - self._begin_s)
 
     def tokens_per_s(self, now: float | None = None) -> float:
-        """Speed of the whole fleet over the last steps; NaN before the first step. ``now``: wall time [s]; once a step is
-        overdue, the time without one counts, too, so the speed of a run that stands still goes to zero."""
-        seconds = sum(e.duration_s for e in self._recent) + self._overdue_s(now)
+        """Speed of the whole fleet over the last steps, a wait for a lost peer aside; NaN before the first step. ``now``:
+        wall time [s]; once a step is overdue, the time without one counts, too, so the speed of a run that stands still
+        goes to zero."""
+        seconds = sum(_usual([e.duration_s for e in self._recent])) + self._overdue_s(now)
         return sum(e.tokens for e in self._recent) / seconds if seconds else math.nan
 
     @property
@@ -150,14 +152,19 @@ class Pace:
         step is overdue."""
         if len(self._steady) < KNOWN or self._overdue_s(now):
             return math.nan
-        most = OUTLIER * statistics.median(self._steady)
-        return max(0, steps - self.step) * statistics.fmean(min(seconds, most) for seconds in self._steady)
+        return max(0, steps - self.step) * statistics.fmean(_usual(self._steady))
 
     def _overdue_s(self, now: float | None) -> float:
         """Time since the next step should have ended [s]."""
         if now is None or not self._recent or self.over:
             return 0.0
         return max(0.0, now - self.end_s - OVERDUE * max(e.duration_s for e in self._recent))
+
+
+def _usual(durations: Sequence[float]) -> list[float]:
+    """Each of the durations, or ``OUTLIER`` medians if that is less."""
+    most = OUTLIER * statistics.median(durations) if durations else 0.0
+    return [min(seconds, most) for seconds in durations]
 
 
 class SkipsView:
@@ -430,8 +437,10 @@ class RunView:
         self.pace, self.skips = Pace(), SkipsView()
         self.asides: list[str] = []
         """Sentences that follow from several events, to be shown once."""
+        self.command = ""
+        """The command that trains the run, 'run' or 'start'; empty: unknown."""
         self._called_s = math.nan
-        """Wall time at which the command was called that trains the run."""
+        """Wall time at which that command was called."""
         self._by_id: dict[str, PeerView] = {}
         self._names: dict[str, str] = {}
         """Names by id, and by the ends of ids that messages have; also of peers without events here."""
@@ -536,7 +545,7 @@ class RunView:
                     self._learn(peer_id, name)
                 return self._start(event)
             case ev.RunPrepared():
-                self._called_s = event.t - event.seconds
+                self.command, self._called_s = event.command, event.t - event.seconds
             case ev.PeerJoined():
                 self._join(event)
             case ev.Waiting():

@@ -83,13 +83,13 @@ def show_simulated(path: Path, hours: float, overrides: Sequence[str], board: Da
         thread.join(5.0)
 
 
-def show_members(ticket: str | None, board: Dashboard) -> None:
+def show_members(run: str | None, board: Dashboard) -> None:
     """Show the announcements of a run's members until a signal. Raises MuletrainError if no member answers."""
-    from muletrain.cli.actions.visit import announced, as_member, ticket_of
+    from muletrain.cli.actions.visit import announced, as_member, found_run, ticket_of
     from muletrain.cli.show.announcements import Announcements
     from muletrain.dashboard.page import RunPage
 
-    whole = ticket_of(ticket)
+    whole = ticket_of(found_run(run))
     page = RunPage(f"run {whole.run_id[:8]}", ticket=True)
     told = Announcements()
     wish = Asked()
