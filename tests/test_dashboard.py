@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from rich.console import Console
 
+from muletrain import dashboard
 from muletrain import events as ev
+from muletrain.cli.actions.dashboard import print_folders
 from muletrain.cli.actions.played import Play
 from muletrain.cli.show.announcements import Announcements
+from muletrain.cli.show.comparison import FIGURES
 from muletrain.cli.show.final_report import final_report
 from muletrain.cli.show.status import Announced, Down
 from muletrain.dashboard import curve as curves
@@ -169,6 +172,24 @@ def test_a_killed_run_is_dead_at_once(tmp_path: Path) -> None:
         assert source.page.sections()["health"]["word"] == "training"
     source.look()
     assert source.page.sections()["health"]["word"] == "dead"
+
+
+def test_runs_side_by_side_without_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For a server without a browser; the figures are the page's."""
+    one = written(played(peers=2, stages=1, steps=5), tmp_path / "one")
+    two = written(played(peers=4, stages=2, steps=6, planned=9), tmp_path / "two")
+    (two / "config.toml").write_text("[train]\nsteps = 9\n")
+    print_folders([one, two])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for expected in (
+        ["figure", "one", "two"],
+        ["health", "done", "dead"],
+        ["peers", "2", "4"],
+        ["train.steps", "1", "9"],
+    ):
+        assert expected in rows
+    named = (Path(dashboard.__file__).parent / "static" / "panels.js").read_text(encoding="utf-8")
+    assert all(f'["{name}", (r) =>' in named for name in FIGURES)
 
 
 def test_the_slow_peer_of_a_stage_and_the_busiest_stage_are_named() -> None:
