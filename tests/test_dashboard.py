@@ -188,6 +188,7 @@ def test_runs_side_by_side_without_a_page(tmp_path: Path, capsys: pytest.Capture
         ["train.steps", "1", "9"],
     ):
         assert expected in rows
+    assert any(row[:2] == ["loss", "[nats/token]"] for row in rows), "no markup"
     named = (Path(dashboard.__file__).parent / "static" / "panels.js").read_text(encoding="utf-8")
     assert all(f'["{name}", (r) =>' in named for name in FIGURES)
 

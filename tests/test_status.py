@@ -330,6 +330,10 @@ def test_status_and_stop_know_the_run_that_a_command_of_this_machine_began(
             stop_run(str(folder))
         with pytest.raises(MuletrainError, match="'run' with one peer has no ticket"):
             ticket_of(found_run(None))
+        with pytest.raises(
+            MuletrainError, match=r"^runs/aa: no run folder, no ticket .*; the newest runs here: runs/a$"
+        ):
+            show_status("runs/aa", json=False)
         other = Path("runs") / "b"
         other.mkdir()
         with held(other):

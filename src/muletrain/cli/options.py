@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from muletrain.runs.folder import ROOT
-from muletrain.runs.join.ticket import read_ticket
+from muletrain.runs.join.ticket import PREFIX, read_ticket
 from muletrain.strategies import CHOICES, STRATEGIES
 
 if TYPE_CHECKING:
@@ -131,8 +131,9 @@ TICKET_VARIABLE = "MULETRAIN_TICKET"
 
 
 def _read_run(given: str | None) -> str | None:
-    """A run folder as it is; else as ``read_ticket``."""
-    return given if given is not None and Path(given).is_dir() else read_ticket(given)
+    """The ticket in an argument, in the named file or on standard input; else the path of a run folder as it is."""
+    folder = given is not None and given != "-" and not given.startswith(PREFIX) and not Path(given).is_file()
+    return given if folder else read_ticket(given)
 
 
 OneRun = Annotated[

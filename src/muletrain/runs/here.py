@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from muletrain import events as ev
 from muletrain.errors import AdmissionError, MuletrainError
 from muletrain.runs.folder import ROOT, is_held
-from muletrain.runs.join.ticket import Ticket
-from muletrain.runs.view import RunView
+from muletrain.runs.join.ticket import PREFIX, Ticket
+from muletrain.runs.view import NAMED, RunView
 from muletrain.runs.worker_files import LEFT, OWNER_FILE, STOP_FILE, TICKET_FILE
 
 if TYPE_CHECKING:
@@ -76,6 +76,12 @@ def find(folder: Path | None) -> Found:
                 f"no running run under {ROOT.resolve()}; name its folder, give a ticket, or use the folder where 'run', 'start' "
                 f"or 'join' was called"
             )
+    if not folder.is_dir():
+        there = ", ".join(str(path) for path in sorted(ROOT.glob("*/"))[-NAMED:])
+        raise AdmissionError(
+            f"{folder}: no run folder, no ticket (which begins with '{PREFIX}'), and no file with one"
+            + (f"; the newest runs here: {there}" if there else "")
+        )
     ticket, served = _ticket_in(folder), is_held(folder)
     if ticket is None and not served:
         raise MuletrainError(f"{folder}: no run goes on there")

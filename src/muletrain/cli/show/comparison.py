@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 
 from muletrain.cli.show.tables import new_table
 from muletrain.units import format_bytes, format_duration, printable
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
     "health": lambda s: str(s["health"]["word"]),
-    "step": lambda s: f"{s['head']['step']:,} of {s['head']['steps']:,}",
+    "step": lambda s: f"{s['head']['step']:,} of {s['head']['steps'] or '-'}",
     "loss [nats/token]": lambda s: _number(s["head"]["loss"], ".3f"),
     "held-out loss [nats/token]": lambda s: _number(s["heldout"][-1][2] if s["heldout"] else None, ".3f"),
     "throughput, last steps [tokens/s]": lambda s: _number(s["head"]["tokens_per_s"], ",.0f"),
@@ -37,13 +38,13 @@ def comparison(pages: Sequence[RunPage]) -> RenderableType:
     names = [printable(page.name) for page in pages]
     figures = new_table("Side by side", ["figure"], names)
     for name, of in FIGURES.items():
-        figures.add_row(name, *map(of, found))
+        figures.add_row(escape(name), *map(escape, map(of, found)))
     configs = [sections["run"]["config"] for sections in found]
     fields = new_table("Differences of the configuration", ["field", *names])
     for key in sorted({key for config in configs for key in config}):
         values = [printable(str(config.get(key, "-"))) for config in configs]
         if len(set(values)) > 1:
-            fields.add_row(key, *values)
+            fields.add_row(*map(escape, (key, *values)))
     return Group(figures, "", fields if fields.row_count else "The configurations are equal.")
 
 
