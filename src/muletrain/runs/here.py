@@ -59,6 +59,12 @@ class Found(NamedTuple):
             return True
         return all(event.t < begun_s for event in ev.events_in(self.folder, ev.RunPrepared)[-1:])
 
+    @property
+    def whole_here(self) -> bool:
+        """Do all peers of the run report into the folder, which 'run' made?"""
+        plans = [] if self.folder is None else ev.events_in(self.folder, ev.RunPrepared)
+        return any(isinstance(plan, ev.RunPrepared) and plan.command == "run" for plan in plans[-1:])
+
 
 def find(folder: Path | None) -> Found:
     """The run in ``folder``, or else the one run that commands of this machine serve under ``ROOT``, or the newest one

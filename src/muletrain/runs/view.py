@@ -437,10 +437,8 @@ class RunView:
         self.pace, self.skips = Pace(), SkipsView()
         self.asides: list[str] = []
         """Sentences that follow from several events, to be shown once."""
-        self.command = ""
-        """The command that trains the run, 'run' or 'start'; empty: unknown."""
         self._called_s = math.nan
-        """Wall time at which that command was called."""
+        """Wall time at which the command was called that trains the run."""
         self._by_id: dict[str, PeerView] = {}
         self._names: dict[str, str] = {}
         """Names by id, and by the ends of ids that messages have; also of peers without events here."""
@@ -545,7 +543,7 @@ class RunView:
                     self._learn(peer_id, name)
                 return self._start(event)
             case ev.RunPrepared():
-                self.command, self._called_s = event.command, event.t - event.seconds
+                self._called_s = event.t - event.seconds
             case ev.PeerJoined():
                 self._join(event)
             case ev.Waiting():

@@ -68,11 +68,9 @@ def _told_here(found: Found) -> Told | None:
     """The state of a run whose peers all report into this machine's folder; None: others know more."""
     if found.preparing:
         return [], [], ("this machine prepares model and data",)
-    if found.folder is None or not found.begun_here:
+    if found.folder is None or not found.whole_here:
         return None
     view = state_in(found.folder)
-    if found.ticket is not None and view.command != "run":
-        return None
     if view.started is None:
         return [], [], tuple(map(printable, view.missing)) or ("peers load the model and the data",)
     return announced_by(view, time.time()), [], ()
