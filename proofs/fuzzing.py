@@ -34,10 +34,10 @@ SHOWN_FAILURES = 3
 def check_kind(kind: str | None) -> None:
     """Raises ConfigError for a kind that is never drawn."""
     if kind is not None:
-        from proofs.draws import KINDS
+        from proofs.draws import KINDS, small
 
-        if kind not in KINDS:
-            raise ConfigError(f"--kind {kind}: no such kind; there are {', '.join(sorted(KINDS))}")
+        if kind not in (known := sorted({*KINDS, *small.WORLDS})):
+            raise ConfigError(f"--kind {kind}: no such kind; there are {', '.join(known)}")
 
 
 def play_one(seed: int, kind: str | None, *, json: bool, trace: Path | None = None) -> int:
@@ -56,32 +56,39 @@ def play_one(seed: int, kind: str | None, *, json: bool, trace: Path | None = No
 def play_many(seeds: range, kind: str | None, jobs: int | None, *, json: bool) -> int:
     """Play all seeds and print the first failures. Returns the number of seeds that broke a promise."""
     console, begin, failed, faults, kinds = make_console(), time.monotonic(), [], 0, Counter[str]()
-    longest = stood = (
-        0.0,
-        seeds.start,
-    )  # a step, in medians of its run; the wait after the last fault [s]; and the seeds
+    longest = 0.0, seeds.start  # a step, in medians of its run; and its seed
+    stood: list[tuple[float, int]] = []  # the wait after the last fault [s]; and its seed
+    too_long: list[int] = []
     with _processes(jobs or cpus()) as pool, doing("playing virtual worlds") as tell:
         for done, future in enumerate(as_completed([pool.submit(_play, seed, kind) for seed in seeds]), 1):
             result = future.result()
             faults += result["faults"]
             kinds.update(result["kinds"])
             longest = max(longest, (result["longest"], result["seed"]))
-            stood = max(stood, (result["stood_s"], result["seed"]))
+            stood.append((result["stood_s"], result["seed"]))
+            if result["stood_s"] > result["bound_s"]:
+                too_long.append(result["seed"])
             tell(done / len(seeds), f"virtual worlds, {done} of {len(seeds)}")
             if result["violations"]:
                 failed.append(result["seed"])
                 if len(failed) <= SHOWN_FAILURES:
                     _show(result, json=json)
     seconds = time.monotonic() - begin
+    stood.sort()
     if json:
         summary = {"seeds": len(seeds), "faults": faults, "failed": sorted(failed), "seconds": seconds}
-        print(jsonlib.dumps({**summary, "kinds": dict(sorted(kinds.items())), "longest": longest, "stood_s": stood}))
+        waits = {"stood_s": [s for s, _ in stood], "longest_stood": stood[-1], "too_long": sorted(too_long)}
+        print(jsonlib.dumps({**summary, "kinds": dict(sorted(kinds.items())), "longest": longest, **waits}))
         return len(failed)
     console.print(
         f"{plural(len(seeds), 'world')} with {plural(faults, 'fault')} in {seconds:.0f} s: {len(failed)} broke a promise"
     )
     console.print(f"the longest step took {longest[0]:.0f} times the median of its run (seed {longest[1]})")
-    console.print(f"after the last fault, the next step took up to {stood[0]:.0f} s (seed {stood[1]})")
+    usual_s, most_s = stood[len(stood) // 2][0], stood[int(0.99 * len(stood))][0]
+    console.print(
+        f"after the last fault, the next step took {usual_s:.1f} s (median), {most_s:.0f} s (99 of 100), at most {stood[-1][0]:.0f} s "
+        f"(seed {stood[-1][1]}); more than 30 s and two steps in {len(too_long)}"
+    )
     if failed:
         console.print(
             f"failed seeds: {sorted(failed)}; replay one with: python -m proofs fuzz --seed {min(failed)}"
@@ -142,6 +149,7 @@ def _play(seed: int, kind: str | None = None, trace: Path | None = None) -> dict
         "kinds": list(outcome.scenario.kinds),
         "longest": outcome.longest,
         "stood_s": outcome.stood_s,
+        "bound_s": outcome.scenario.bound_s,
         "violations": outcome.violations,
         "timeline": list(readable(outcome)),
     }

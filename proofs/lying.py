@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import NetworkError
 from muletrain.policy.fork_choice import Chain
-from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard, ShardFacts
+from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.checkpoint.messages import PartReady
-from muletrain.runtime.members.messages import Acquaintances, GetProgress, Introduce, Member, Progress, Suspected
+from muletrain.runtime.members.messages import Acquaintances, Introduce, Member, Suspected
+from muletrain.runtime.members.row import RoundEntry, Row, Seal, ShardFacts, Sync
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.messages import Back
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
-from muletrain.runtime.step.messages import AskEntries, AskSeal, Entries, Seal
 from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
 from muletrain.wire.codec import encode_raw
 
@@ -171,9 +171,7 @@ class Liar:
 
     def serve(self, method: str, handler: CallHandler, **how: Any) -> None:
         lies: dict[str, Callable[[bytes, bytes], bytes]] = {
-            AskEntries.KIND: self._entries,
-            GetProgress.KIND: self._held,
-            AskSeal.KIND: self._seal,
+            Sync.KIND: self._row,
             AskSnapshot.KIND: self._snapshot,
             AskManifest.KIND: self._block,
             AskBlocks.KIND: self._block,
@@ -262,43 +260,39 @@ class Liar:
 
     # Answers ----------------------------------------------------------------------------------------------------------
 
-    def _entries(self, payload: bytes, told: bytes) -> bytes:
-        """It applied a record that nobody made."""
-        ask, answer = AskEntries.unpack(payload), Entries.unpack(told)
-        if self.how == "attests":  # it has also forgotten that it applied the step
-            return Entries(step=answer.step).pack()
-        if self.how in ("admits", "alone"):
-            return answer.model_copy(update={"own": None}).pack()
-        if self.how != "records" or not answer.applied:
-            return told
-        forged = tuple(
-            e.model_copy(update={"shards": tuple(s.model_copy(update={"square_norm": 1e12}) for s in e.shards)})
-            for e in answer.applied
-        )
-        return answer.model_copy(
-            update={"applied": forged, "record": self._rng.randbytes(32), "step": ask.step + 1}
-        ).pack()
-
-    def _held(self, payload: bytes, told: bytes) -> bytes:
-        """It is beyond the step, or holds microbatches, or works on them."""
-        answer = Progress.unpack(told)
-        if self.how in ("work", "idle") and answer.current:
-            answer = answer.model_copy(update={"in_flight": tuple({*answer.in_flight, *self._kept})})
-        if self.how == "claims" and answer.current:
-            everything = tuple(range(max((*answer.accumulated, *answer.completed, 0)) + 1))
-            answer = answer.model_copy(update={"accumulated": everything, "accumulated_losses": ()})
+    def _row(self, payload: bytes, told: bytes) -> bytes:
+        """It is beyond the step, or holds microbatches, or works on them; or has sealed or applied what nobody did."""
+        row = Row.unpack(told)
+        if self.how in ("work", "idle") and row.current:
+            row = row.model_copy(update={"in_flight": tuple({*row.in_flight, *self._kept})})
+        if self.how == "claims" and row.current:
+            everything = tuple(range(max((*row.accumulated, *row.completed, 0)) + 1))
+            row = row.model_copy(update={"accumulated": everything, "accumulated_losses": ()})
         if self.how == "holds":
             self._moved += 1 << 20
-            first = self._rounds.setdefault(answer.step, answer.round) if answer.round else answer.round
-            answer = answer.model_copy(update={"moved": answer.moved + self._moved, "round": first})
-        if self.how == "progress" and answer.current:
-            answer = answer.model_copy(update={"current": False, "step": answer.step + 1})
-        return answer.pack()
+            first = self._rounds.setdefault(row.step, row.round) if row.round else row.round
+            row = row.model_copy(update={"moved": row.moved + self._moved, "round": first})
+        if self.how == "progress" and row.current:
+            row = row.model_copy(update={"current": False, "step": row.step + 1})
+        return self._stated(Sync.unpack(payload), row).pack()
 
-    def _seal(self, payload: bytes, told: bytes) -> bytes:
-        if self.how == "seals" or (self.how == "holds" and told and Seal.unpack(told).attempt):
-            return b""
-        return self._alone(Seal.unpack(told)).pack() if self.how in ("views", "alone") and told else told
+    def _stated(self, ask: Sync, row: Row) -> Row:
+        """With other statements."""
+        if self.how == "attests":  # it has also forgotten that it applied the step
+            return row.model_copy(update={"entry": None, "tied": None, "applied": (), "record": b""})
+        if self.how in ("admits", "alone"):
+            row = row.model_copy(update={"entry": None})
+        if self.how == "seals" or (self.how == "holds" and row.seal is not None and row.seal.attempt):
+            row = row.model_copy(update={"seal": None})
+        if self.how in ("views", "alone") and row.seal is not None:
+            row = row.model_copy(update={"seal": self._alone(row.seal)})
+        if self.how != "records" or not row.applied:
+            return row
+        forged = tuple(
+            e.model_copy(update={"shards": tuple(s.model_copy(update={"square_norm": 1e12}) for s in e.shards)})
+            for e in row.applied
+        )
+        return row.model_copy(update={"applied": forged, "record": self._rng.randbytes(32), "step": ask.step + 1})
 
     def _history(self, payload: bytes, told: bytes) -> bytes:
         return History.of(self._invented()).pack() if self.how == "history" and self._past else told

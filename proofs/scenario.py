@@ -130,6 +130,11 @@ class Scenario:
         return self.longer * self.microbatches * (FORWARD_S + BACKWARD_S) / min(self.stages)
 
     @property
+    def bound_s(self) -> float:
+        """Time that the next step may take after the last fault: half a minute, and two usual steps [s]."""
+        return 30.0 + 2 * self.step_s
+
+    @property
     def members(self) -> list[tuple[str, int]]:
         """(id, stage), stage by stage."""
         return [(f"peer-{s}{chr(97 + k)}", s) for s, replicas in enumerate(self.stages) for k in range(replicas)]

@@ -5,10 +5,13 @@ One look for all: a file has its own colours for light and dark, and the site re
 
 from __future__ import annotations
 
+import json
 from html import escape
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "assets"
+ASSETS = Path(__file__).resolve().parents[1] / "docs" / "assets"
+FOLDER = ASSETS
+"""Where pictures are written."""
 INKS = {
     "ink": ("#1f2933", "#e6e9ee"),
     "dim": ("#667080", "#9aa5b4"),
@@ -281,7 +284,31 @@ def trust() -> Picture:
     return p
 
 
-PICTURES = (fleet, step, exactly_once, strategies, virtual_world, trust)
+def sequence() -> Picture:
+    """From ``docs/assets/sequence.json`` (``scripts/sequence.py``)."""
+    rows: dict[tuple[float, str, str, int | None], list[str]] = {}
+    for m in json.loads((ASSETS / "sequence.json").read_text(encoding="utf-8")):
+        rows.setdefault((m["s"], m["from"], m["kind"], m["index"]), []).append(m["to"])
+    p = Picture("sequence", "The messages of one step, in order of time", 680, 66 + 20 * len(rows))
+    at = {"peer-0a": 210, "peer-0b": 340, "peer-1a": 470, "peer-1b": 600}
+    for name, x in at.items():
+        p.text(x, 22, name, "h")
+        p.line(x, 34, x, p.height - 12, tip=False, dashed=True)
+    p.text(210, 44, "trains", "s")
+    colours = {"forward": "a", "backward": "c", "done": "c", "trainer_done": "c", "seal": "d", "round_entry": "d"}
+    for k, ((s, sender, kind, index), receivers) in enumerate(rows.items()):
+        y, ink = 62 + 20 * k, f"l{colours.get(kind, 'b')}"
+        p.text(58, y + 4, f"{s:.3f} s", "s", "end")
+        p.text(68, y + 4, kind if index is None else f"{kind} {index}", "s", "start")
+        for x in {min(at[r] for r in receivers), max(at[r] for r in receivers)}:
+            if x != at[sender]:
+                p.line(at[sender], y, x, y, ink, tip=False)
+        for receiver in receivers:
+            p.disc(at[receiver], y, "", ink[1], 4)
+    return p
+
+
+PICTURES = (sequence, fleet, step, exactly_once, strategies, virtual_world, trust)
 
 if __name__ == "__main__":
     for draw in PICTURES:

@@ -25,8 +25,8 @@ from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.checkpoint.store import MARKER, CheckpointStore, Folder, Key
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
-from muletrain.runtime.members.messages import GetProgress, Progress
 from muletrain.runtime.members.roster import Genesis, Member, Roster
+from muletrain.runtime.members.row import Row, Sync
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
 from muletrain.runtime.transfer.messages import Block
 from muletrain.wire.frame import Frame
@@ -101,9 +101,9 @@ class Stages:
                     receiver.taker.on_block(sender, Block.parse(frame), frame.tensors[0])
 
         async def alive(sender: str, payload: bytes) -> bytes:
-            return Progress(current=True, step=0, stage=self.stages[name]).pack()
+            return Row(current=True, step=0, stage=self.stages[name]).pack()
 
-        net.serve(GetProgress.KIND, alive)
+        net.serve(Sync.KIND, alive)
         net.on_refusal(lambda who, why: self.refused.append(why))
         net.receive(on_frame)
         return own

@@ -11,10 +11,10 @@ import torch
 from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.runtime.averaging.averager import Averager
-from muletrain.runtime.averaging.messages import ShardFacts
 from muletrain.runtime.averaging.rounds import RoundFailed
 from muletrain.runtime.core import waiting
 from muletrain.runtime.core.tasks import Tasks
+from muletrain.runtime.members.row import ShardFacts
 from muletrain.runtime.microbatch import trainer
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.inflight import Ledger

@@ -15,7 +15,7 @@ from muletrain.errors import NetworkError
 from muletrain.network.streams import FRAMES, HELLO
 from muletrain.runs import worker
 from muletrain.runtime.checkpoint.messages import PartReady
-from muletrain.runtime.members.messages import GetProgress
+from muletrain.runtime.members.row import Sync
 from muletrain.runtime.microbatch.messages import Forward
 from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.peer.messages import Report
@@ -45,9 +45,9 @@ async def misbehave(ctx: Any, peer: str, step: int, lineage: bytes) -> None:
     await _frame(ctx, peer, Report(event='{"kind": "note"}').frame())
     await _stream(ctx, peer, b"this is not a frame of any kind")
     await _stream(ctx, peer, HELLO_BYTES + PREFIX.pack(b"MT", 1, 0, 100, 1 << 40))
-    for payload in (b"\xc1", GetProgress(lineage=lineage, step=0).pack()[:-1]):
+    for payload in (b"\xc1", Sync(lineage=lineage, step=0).pack()[:-1]):
         with suppress(NetworkError):
-            await ctx.net.call(peer, GetProgress.KIND, payload, timeout_s=10)
+            await ctx.net.call(peer, Sync.KIND, payload, timeout_s=10)
 
 
 async def _frame(ctx: Any, peer: str, frame: Frame) -> None:

@@ -27,19 +27,19 @@ from muletrain.network.base import PeerId
 from muletrain.network.delivery import Delivery
 from muletrain.network.memory import Conditions, MemoryHub, MemoryNetwork
 from muletrain.runs.assemble import RunFacts
-from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard
+from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.checkpoint.checkpointing import Book
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
+from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.roster import Genesis, Member, Roster
+from muletrain.runtime.members.row import Abstain, RoundEntry, Row, Seal, Sync, TiedEntry
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.peer.messages import Away, Back, Report
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
-from muletrain.runtime.step.messages import Abstain, Seal, TiedEntry
 from muletrain.runtime.transfer.messages import Block
 from muletrain.wire.codec import decode, encode, encode_ids, encode_raw
 from muletrain.wire.frame import Frame
@@ -223,7 +223,7 @@ class Target:
         """Forwards that it sent to the next stage, and to whom."""
         for name, net in self.others.items():
             net.receive(partial(self._keep, name))
-            net.serve(GetProgress.KIND, self._answer(name))
+            net.serve(Sync.KIND, self._answer(name))
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: self.problems.append(context))
         self.net = self.hub.join(self.name)
         self.net.on_refusal(lambda who, why: self.events.append(FrameRefused(remote=who, reason=why)))
@@ -255,7 +255,7 @@ class Target:
 
         async def held(sender: PeerId, payload: bytes) -> bytes:
             everything = tuple(range(MICROBATCHES))
-            return Progress(current=True, step=0, stage=MEMBERS[name], in_flight=everything).pack()
+            return Row(current=True, step=0, stage=MEMBERS[name], in_flight=everything).pack()
 
         return held
 

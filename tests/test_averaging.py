@@ -21,12 +21,13 @@ from muletrain.policy.fork_choice import Chain
 from muletrain.policy.shards import CHUNK
 from muletrain.runtime.averaging.averager import Averager, contents
 from muletrain.runtime.averaging.mean_gradient import MeanGradient, fetch_gradient
-from muletrain.runtime.averaging.messages import AskGradient, Reduced, RoundEntry, Shard, ShardFacts
+from muletrain.runtime.averaging.messages import AskGradient, Reduced, Shard
 from muletrain.runtime.averaging.rounds import UNMEASURED_S, Attendance, Round, RoundFailed, usual_round
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.members.messages import GetProgress, Member, Progress
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.members.row import RoundEntry, Row, ShardFacts, Sync
 from muletrain.runtime.transfer.blocks import Downloader
 from muletrain.runtime.transfer.messages import AskBlocks, Block
 from muletrain.sim.loop import run_virtually
@@ -192,10 +193,10 @@ def test_a_holder_that_is_frozen_is_given_up_soon_and_a_slow_one_is_not(frozen: 
         )
 
         async def held(sender: str, payload: bytes) -> bytes:
-            return Progress(current=False, step=1, stage=0).pack()
+            return Row(current=False, step=1, stage=0).pack()
 
         gives(giver, MeanGradient(entry, gradient), after_s=25.0)
-        giver.net.serve(GetProgress.KIND, held)
+        giver.net.serve(Sync.KIND, held)
         blocks = downloader(ctx)
         await ctx.detector.measure("a", bytes(32), 0)
         if frozen:
@@ -221,7 +222,7 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
         runner = runner_of(ctx)
 
         async def held(sender: str, payload: bytes) -> bytes:
-            return Progress(current=False, step=0, stage=0).pack()
+            return Row(current=False, step=0, stage=0).pack()
 
         async def apply(gradient: Any, update: Any, turn: Any) -> None:
             await asyncio.sleep(10.0)
@@ -231,7 +232,7 @@ def test_who_applies_a_step_for_long_is_waited_for_as_long_as_that_takes() -> No
 
         ctx.compute.apply, ctx.compute.digest = apply, digest  # type: ignore[method-assign]
         ctx.compute.clear = lambda step: None  # type: ignore[method-assign]
-        other.serve(GetProgress.KIND, held)
+        other.serve(Sync.KIND, held)
         await runner.apply(SimpleNamespace(clip_scale=lambda clip: 1.0, skip=False), torch.zeros(SIZE))  # type: ignore[arg-type]
         await runner.rejoin(Chain(1, (bytes(32),)))
         await runner.exchange.ask("b")
@@ -362,8 +363,8 @@ def test_a_member_that_says_it_comes_on_but_sends_nothing_fails_the_round() -> N
     async def scenario() -> None:
         clock, moved = LoopClock(), itertools.count()
 
-        async def probe(*_: Any, brief: bool) -> Progress:
-            return Progress(current=True, step=0, stage=0, round=ROUND.id, moved=next(moved))
+        async def probe(*_: Any, brief: bool) -> Row:
+            return Row(current=True, step=0, stage=0, round=ROUND.id, moved=next(moved))
 
         detector, roster = SimpleNamespace(probe=probe, silent_s=lambda member: 0.0), SimpleNamespace(name=str)
         ctx: Any = SimpleNamespace(clock=clock, detector=detector, roster=roster)

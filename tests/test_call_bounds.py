@@ -22,7 +22,7 @@ from muletrain.network.relay import DIALS, PIPES_EACH, Relay
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.lifecycle import Lifecycle
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.members.messages import GetProgress, Progress
+from muletrain.runtime.members.row import Row, Sync
 from muletrain.runtime.microbatch.messages import Gap
 from muletrain.runtime.recovery.forks import AskStay, History
 from muletrain.runtime.recovery.messages import AskStanding, StepBack
@@ -268,14 +268,12 @@ def test_looking_for_many_microbatches_asks_each_peer_twice_at_most(tmp_path: Pa
 
         async def held(sender: str, payload: bytes) -> bytes:
             nonlocal asked
-            asked += not GetProgress.unpack(payload).brief
+            asked += not Sync.unpack(payload).brief
             await asyncio.sleep(0.05)
-            return Progress(
-                current=True, step=0, stage=1, accumulated=(1, 2), accumulated_losses=(5.0, float("nan"))
-            ).pack()
+            return Row(current=True, step=0, stage=1, accumulated=(1, 2), accumulated_losses=(5.0, float("nan"))).pack()
 
         for net in target.others.values():
-            net.serve(GetProgress.KIND, held)
+            net.serve(Sync.KIND, held)
         work = [survey.still_missing(GENESIS.lineage, 0, index, (0, 1), lambda: 30.0) for index in range(4)]
         answers = await asyncio.gather(*work)
         assert asked <= 2 * len(target.others)
@@ -283,7 +281,7 @@ def test_looking_for_many_microbatches_asks_each_peer_twice_at_most(tmp_path: Pa
         assert [loss for _, loss in answers[1:]] == [5.0, None, None]
         del answers
         gc.collect()
-        kept = [o for o in gc.get_objects() if type(o) is Progress and o.accumulated == (1, 2)]
+        kept = [o for o in gc.get_objects() if type(o) is Row and o.accumulated == (1, 2)]
         assert not kept, "no answer is kept"
         await ended(target)
 

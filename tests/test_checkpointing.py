@@ -276,7 +276,7 @@ def test_a_part_may_take_its_time_while_the_collector_lives_and_word_of_the_end_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
-    monkeypatch.setattr(checkpointing, "LIMIT_S", 0.3)
+    monkeypatch.setattr(checkpointing, "LONGEST_S", 0.3)
     take = PartExchange.take
 
     async def slowly(*args: Any) -> dict[str, Tensor]:

@@ -324,16 +324,14 @@ def test_that_a_gradient_stands_out_is_no_warning() -> None:
 
 def test_messages_name_peers_of_which_they_have_the_end_of_an_id() -> None:
     view = fold([started(members={ID: "a"}), late(name="b"), ev.MemberAdmitted(ID[:-1] + "v", "c", 1)])
-    heard = f"{ID[-6:]}: get_progress to {OTHER_ID[-6:]}: step {ID[:-1]}v, /p2p/{ID}"
-    assert view.named(heard) == f"a: get_progress to b: step c, /p2p/{ID}"
+    heard = f"{ID[-6:]}: sync to {OTHER_ID[-6:]}: step {ID[:-1]}v, /p2p/{ID}"
+    assert view.named(heard) == f"a: sync to b: step c, /p2p/{ID}"
 
 
 def test_a_client_that_is_lost_has_its_name_in_the_reason() -> None:
     """Nothing else told this view its name."""
-    lost = ev.ClientLost(peer_id=ID, name="m2", reason=f"get_progress to {ID[-6:]}: no route to it is known", parts=1)
-    assert plain([lost], []) == [
-        "client m2 is gone (get_progress to m2: no route to it is known); 1 part computed again"
-    ]
+    lost = ev.ClientLost(peer_id=ID, name="m2", reason=f"sync to {ID[-6:]}: no route to it is known", parts=1)
+    assert plain([lost], []) == ["client m2 is gone (sync to m2: no route to it is known); 1 part computed again"]
 
 
 def test_ids_become_names_and_addresses_stay() -> None:

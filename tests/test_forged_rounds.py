@@ -3,16 +3,15 @@ counts for nothing."""
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from muletrain.runtime.averaging.messages import RoundEntry, ShardFacts
-from muletrain.runtime.members.messages import GetProgress
+from muletrain.runtime.members.row import RoundEntry, ShardFacts, Sync
 from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.peer.peer import Peer
-from muletrain.runtime.step.messages import AskEntries, Entries
 from muletrain.runtime.step.record import StageEntry, StepRecord
 from proofs.lying import LIES
 from proofs.play import play
@@ -124,29 +123,25 @@ def test_nor_with_another_that_knows_nothing_of_it(replicas: int, liar: str, mon
     assert all(f"remote={liar} " in line for line in said(outcome, "frame_refused"))
 
 
-def answering(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, AskEntries], Entries]) -> None:
+def answering(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, Sync], dict[str, Any]]) -> None:
     """``liar`` does its work. At each step it pretends to be at the next, so that everyone asks it for the record, and
-    answers falsely."""
+    makes false statements."""
     begun = Peer.__init__
 
     def begins(self: Peer, *args: Any, **options: Any) -> None:
         begun(self, *args, **options)
         if self._ctx.net.peer_id == liar:
-            self._ctx.net.serve(AskEntries.KIND, answer_entries(self))
-            self._ctx.net.serve(GetProgress.KIND, answer_progress(self))
+            self._ctx.net.serve(Sync.KIND, answer_falsely(self))
 
-    def answer_entries(peer: Peer) -> Any:
+    def answer_falsely(peer: Peer) -> Any:
+        versions = itertools.count(1)
+
         async def answer(sender: PeerId, payload: bytes) -> bytes:
-            return lie(peer, AskEntries.unpack(payload)).pack()
-
-        return answer
-
-    def answer_progress(peer: Peer) -> Any:
-        async def answer(sender: PeerId, payload: bytes) -> bytes:
-            ask = GetProgress.unpack(payload)
-            said = peer.position.progress(ask.step, ask.lineage, brief=ask.brief)
-            lie = said.model_copy(update={"current": False, "step": said.step + 1})
-            return (lie if said.current else said).pack()
+            ask = Sync.unpack(payload)
+            said = peer.position.row(ask.step, ask.lineage, brief=ask.brief)
+            if said.current:
+                said = said.model_copy(update={"current": False, "step": said.step + 1})
+            return said.model_copy(update={"version": next(versions), **lie(peer, ask)}).pack()
 
         return answer
 
@@ -160,7 +155,7 @@ def test_what_one_member_says_that_others_agreed_on_counts_for_nothing(
 ) -> None:
     asked = list[int]()
 
-    def applied(peer: Peer, ask: AskEntries) -> Entries:
+    def applied(peer: Peer, ask: Sync) -> dict[str, Any]:
         asked.append(ask.step)
         rounds = (
             forged(ask.lineage, ask.step, "peer-0a", ("peer-0a",), stage=0, stop=True, leaves=("peer-0a",)),
@@ -169,7 +164,7 @@ def test_what_one_member_says_that_others_agreed_on_counts_for_nothing(
         builder = peer.runner.state.builder
         stages = (StageEntry(e.round, e.shards, e.stop, e.leaves, e.expelled) for e in rounds)
         record = StepRecord(builder.step, builder.previous, tuple(stages))
-        return Entries(step=ask.step + 1, applied=rounds, record=record.hash)
+        return {"applied": rounds, "record": record.hash}
 
     answering(monkeypatch, liar, applied)
     outcome = played(replicas)
@@ -179,9 +174,9 @@ def test_what_one_member_says_that_others_agreed_on_counts_for_nothing(
 
 @pytest.mark.parametrize(("replicas", "liar"), LIARS)
 def test_who_speaks_for_another_is_refused(replicas: int, liar: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def entry(peer: Peer, ask: AskEntries) -> Entries:
+    def entry(peer: Peer, ask: Sync) -> dict[str, Any]:
         holder = others(peer)[0]
-        return Entries(step=ask.step, own=forged(ask.lineage, ask.step, holder, (holder,)))
+        return {"entry": forged(ask.lineage, ask.step, holder, (holder,))}
 
     answering(monkeypatch, liar, entry)
     outcome = played(replicas)

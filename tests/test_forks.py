@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muletrain.policy.fork_choice import LEAD, Chain, forked_at, gives_way
-from muletrain.runtime.averaging.messages import RoundEntry
 from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.row import RoundEntry
 from muletrain.runtime.microbatch.position import Position
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.recovery.forks import Forks, GivesWay
@@ -226,10 +226,10 @@ def test_a_stage_that_takes_itself_to_be_behind_keeps_its_state_if_nobody_has_a_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def lured(exchange: Exchange, first: str) -> bool:
-        await exchange.entries_from(first)
+        await exchange._sync(first)
         return True
 
     monkeypatch.setattr(Exchange, "went_on", lured)
-    outcome = play(replicas_apart(1.87))
+    outcome = play(replicas_apart(1.7))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert [text for _, text in outcome.timeline if " state_kept " in text]

@@ -16,7 +16,7 @@ from muletrain.config.schema import Codec
 from muletrain.network.base import PeerId
 from muletrain.runtime.averaging.messages import Shard
 from muletrain.runtime.core.lifecycle import State
-from muletrain.runtime.members.messages import GetProgress, Progress
+from muletrain.runtime.members.row import Row, Sync
 from muletrain.runtime.microbatch.messages import Backward, Done, Gap, Lost
 from muletrain.runtime.peer.messages import Back
 from muletrain.runtime.recovery.messages import AskStanding, StandsAt
@@ -64,8 +64,8 @@ def test_a_peer_at_work_takes_no_harm_from_mutated_frames(stage: int, amount: in
         assert resident_bytes() - before < 150 << 20
         assert len(target.refused()) > amount * 0.8
         assert not any("internal error" in e.reason for e in target.refused())
-        answer = await target.others["last"].call(target.name, GetProgress.KIND, _ask(), timeout_s=5)
-        assert Progress.unpack(answer).current
+        answer = await target.others["last"].call(target.name, Sync.KIND, _ask(), timeout_s=5)
+        assert Row.unpack(answer).current
         await _still_computes_right(target, stage)
         target.running.cancel()
         await asyncio.gather(target.running, return_exceptions=True)
@@ -74,7 +74,7 @@ def test_a_peer_at_work_takes_no_harm_from_mutated_frames(stage: int, amount: in
 
 
 def _ask() -> bytes:
-    return GetProgress(lineage=GENESIS.lineage, step=0).pack()
+    return Sync(lineage=GENESIS.lineage, step=0).pack()
 
 
 async def _still_computes_right(target: Target, stage: int) -> None:

@@ -17,14 +17,14 @@ from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
 from muletrain.network.base import Channel
 from muletrain.network.memory import MemoryHub
+from muletrain.policy.deadline import Deadline
 from muletrain.runtime.averaging.mean_gradient import PIECE, MeanGradient, encoded_piece
-from muletrain.runtime.averaging.messages import RoundEntry, ShardFacts
-from muletrain.runtime.averaging.rounds import usual_round
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.detector import AT_ONCE, RARELY_S
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.members.row import RoundEntry, ShardFacts
 from muletrain.runtime.microbatch.position import Position
 from muletrain.runtime.peer import arrival
 from muletrain.runtime.step import gradient_log
@@ -159,7 +159,7 @@ def step_of(step: int) -> tuple[RecordBuilder, MeanGradient]:
         holder="a",
     )
     nobody: Any = SimpleNamespace(stage=lambda stage: ())
-    builder = RecordBuilder(step, bytes(32), 1, bytes(32), nobody, LoopClock(), usual_round())
+    builder = RecordBuilder(step, bytes(32), 1, bytes(32), nobody, LoopClock(), Deadline())
     builder.add(entry)
     gradient = torch.randn(Vector.n_params, generator=torch.Generator().manual_seed(step)).half().float()
     return builder, MeanGradient(entry, gradient)

@@ -10,10 +10,10 @@ import pytest
 from muletrain.cli.show.status import Announced
 from muletrain.events import PeerDown, PeerLeft
 from muletrain.runs.training import Training
-from muletrain.runtime.averaging.messages import ShardFacts
 from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.members.leaving import Departure
 from muletrain.runtime.members.roster import MAX_GONE, MAX_MEMBERS, Genesis, Member, Roster
+from muletrain.runtime.members.row import ShardFacts
 from muletrain.runtime.step.record import StageEntry, StepRecord
 from proofs.play import play
 from proofs.scenario import Fault, Scenario

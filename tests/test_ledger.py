@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from muletrain.errors import ProtocolError
-from muletrain.runtime.averaging.messages import RoundEntry
-from muletrain.runtime.averaging.rounds import usual_round
+from muletrain.policy.deadline import Deadline
+from muletrain.runtime.members.row import RoundEntry, Row
 from muletrain.runtime.microbatch.inflight import Ledger
-from muletrain.runtime.step.messages import Entries
 from muletrain.runtime.step.record import StepRecord, round_id
 from muletrain.runtime.step.record_builder import UNDECIDED_S, RecordBuilder
 
@@ -57,7 +56,7 @@ class Alive:
 
     def builder(self) -> RecordBuilder:
         clock: Any = SimpleNamespace(now=lambda: self.now_s)
-        return RecordBuilder(4, LINEAGE, len(self.stages), LINEAGE, self, clock, usual_round())
+        return RecordBuilder(4, LINEAGE, len(self.stages), LINEAGE, self, clock, PATIENCE)
 
 
 def record(*entries: RoundEntry, live: tuple[tuple[str, ...], ...] = (("a",), ("a",))) -> StepRecord | None:
@@ -113,11 +112,12 @@ def test_ledger_refuses_indices_the_step_does_not_have() -> None:
         Ledger(LINEAGE, 0, 4).begin(4)
 
 
+PATIENCE = Deadline()
 PAIR, THREE = ("a", "b"), ("a", "b", "c")
 
 
 def test_half_of_the_replicas_speak_for_a_stage_whose_others_say_nothing_for_long() -> None:
-    overdue_s = usual_round().seconds()
+    overdue_s = PATIENCE.seconds()
     for members, holders, counts in ((PAIR, "a", True), (THREE, "a", False), (("a", "b", "c", "d"), "ab", True)):
         alive = Alive(("a",), members)
         builder = alive.builder()
@@ -321,7 +321,7 @@ def test_record_refuses_contradictions() -> None:
 def test_what_a_peer_answers_that_applied_a_step_of_many_replicas_fits_into_a_call() -> None:
     """Else whoever missed it would believe everyone dead that it asks."""
     members = tuple(f"12D3KooW{k:044}" for k in range(1000))
-    assert len(Entries(step=5, applied=(entry(0, members[0], members),)).pack()) < 1 << 18
+    assert len(Row(current=False, step=6, stage=0, applied=(entry(0, members[0], members),)).pack()) < 1 << 18
 
 
 def test_what_one_holder_attests_to_is_bounded_and_takes_no_room_from_others() -> None:

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from muletrain.errors import ProtocolError
 from muletrain.network.streams import Intake
-from muletrain.runtime.averaging.messages import ShardFacts
 from muletrain.runtime.core.messages import Message
+from muletrain.runtime.members.row import ShardFacts
 from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.recovery.messages import HeldPart
 from muletrain.wire.codec import RAW, decode, encoded_size

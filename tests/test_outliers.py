@@ -19,8 +19,8 @@ from muletrain.policy.outliers import Sum, alike, outlying, strange
 from muletrain.runs.chaos import spoil_next
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.members.row import Seal
 from muletrain.runtime.step.audit import Audit, most_accuse, standing_out
-from muletrain.runtime.step.messages import Seal
 from proofs.play import play
 from proofs.reference import SingleProcess, facts_of, stage_compute
 from proofs.scenario import Fault, Scenario

@@ -14,8 +14,9 @@ from muletrain.clock import LoopClock
 from muletrain.compute.paced import PacedCompute
 from muletrain.network.memory import MemoryHub
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.members.messages import GetProgress, Member, Progress
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.members.row import Row, Sync
 from muletrain.runtime.microbatch.position import Position
 from muletrain.runtime.microbatch.survey import Survey
 from muletrain.sim.loop import run_virtually
@@ -121,12 +122,12 @@ def test_who_is_slow_to_answer_gets_twice_the_time_when_it_is_asked_again() -> N
 
     async def answer(sender: str, payload: bytes) -> bytes:
         await asyncio.sleep(left_s.pop(0))
-        return Progress(current=True, step=0, stage=1).pack()
+        return Row(current=True, step=0, stage=1).pack()
 
     async def scenario() -> list[bool]:
         hub, clock = MemoryHub(), LoopClock()
         net, other = hub.join("a"), hub.join("b")
-        other.serve(GetProgress.KIND, answer)
+        other.serve(Sync.KIND, answer)
         nothing: Any = None
         ctx = Context(net, clock, nothing, Roster(genesis, "a"), nothing, emit=lambda event: None)
         answered = []
@@ -153,12 +154,12 @@ def test_before_it_tries_again_a_peer_looks_at_what_it_works_on_itself() -> None
     )
 
     async def answer(sender: str, payload: bytes) -> bytes:
-        return Progress(current=True, step=0, stage=1).pack()
+        return Row(current=True, step=0, stage=1).pack()
 
     async def scenario() -> None:
         hub, clock, nothing = MemoryHub(), LoopClock(), cast("Any", None)
         net, other = hub.join("a"), hub.join("b")
-        other.serve(GetProgress.KIND, answer)
+        other.serve(Sync.KIND, answer)
         plan = cast("Plan", SimpleNamespace(stages=2, microbatches=4, delayed=False))
         ctx = Context(net, clock, nothing, Roster(genesis, "a"), plan, emit=lambda event: None)
         position = Position(ctx, 0, genesis.lineage)
@@ -196,14 +197,14 @@ def test_a_microbatch_that_a_peer_says_it_works_on_is_waited_for_while_that_peer
         now = asyncio.get_running_loop().time()
         done = tuple(range(1, 1 + int(now / 25))) if works else ()
         at_it = () if works and now > 200.0 else (0,)
-        return Progress(
+        return Row(
             current=True, step=0, stage=1, accumulated=done + ((0,) if not at_it else ()), in_flight=at_it, late=late
         ).pack()
 
     async def scenario() -> float:
         hub, clock = MemoryHub(), LoopClock()
         net, other = hub.join("a"), hub.join("b")
-        other.serve(GetProgress.KIND, answer)
+        other.serve(Sync.KIND, answer)
         plan = cast("Plan", SimpleNamespace(stages=2, microbatches=64, delayed=False))
         ctx = Context(net, clock, cast("Any", None), Roster(genesis, "a"), plan, emit=lambda event: None)
         survey = Survey(ctx, Position(ctx, 0, genesis.lineage))

@@ -17,8 +17,9 @@ from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.members.messages import GetProgress, Member, Progress
+from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.members.row import Row, Sync
 from muletrain.runtime.microbatch.position import Position
 from muletrain.sim.fleet.simulation import simulate_fleet, weather
 from muletrain.sim.loop import run_virtually
@@ -103,7 +104,7 @@ def test_whether_a_peer_is_there_is_a_short_answer() -> None:
         run_id="r", config=bytes(32), data=bytes(32), stages=1, members=(member,), coordinator="p0", first_step=0
     )
 
-    async def scenario() -> tuple[Progress, Progress]:
+    async def scenario() -> tuple[Row, Row]:
         nothing, count = cast("Any", None), 2000
         plan = cast("Plan", SimpleNamespace(stages=1, microbatches=count, delayed=False))
         ctx = Context(
@@ -111,7 +112,7 @@ def test_whether_a_peer_is_there_is_a_short_answer() -> None:
         )
         position = Position(ctx, 0, genesis.lineage)
         position.work.complete(range(count), [1.0] * count)
-        answers = [position.progress(0, genesis.lineage, brief=brief) for brief in (True, False)]
+        answers = [position.row(0, genesis.lineage, brief=brief) for brief in (True, False)]
         await ctx.tasks.close()
         return answers[0], answers[1]
 
@@ -200,7 +201,7 @@ def test_all_are_asked_what_they_know_before_a_wait_is_given_up(peers: int, at_o
     def answers(peer: str) -> Callable[[str, bytes], Awaitable[bytes]]:
         async def answer(sender: str, payload: bytes) -> bytes:
             asked[peer] += 1
-            return Progress(current=True, step=0, stage=0).pack()
+            return Row(current=True, step=0, stage=0).pack()
 
         return answer
 
@@ -208,7 +209,7 @@ def test_all_are_asked_what_they_know_before_a_wait_is_given_up(peers: int, at_o
         hub = MemoryHub()
         nets = {m.id: hub.join(m.id) for m in members}
         for peer, net in nets.items():
-            net.serve(GetProgress.KIND, answers(peer))
+            net.serve(Sync.KIND, answers(peer))
         plan = cast("Plan", SimpleNamespace(stages=1, microbatches=1, delayed=False, chunk=1, tied=None))
         compute = cast("Any", SimpleNamespace(n_params=1, n_trained=1))
         ctx = Context(nets["p007"], LoopClock(), compute, Roster(genesis, "p007"), plan, emit=lambda event: None)

@@ -17,7 +17,7 @@ from muletrain.compute.scaling import LossScale
 from muletrain.events import StepApplied, StepDone, SteppedBack
 from muletrain.optim.flat import FlatLayout
 from muletrain.runs.view import RunView, SkipsView
-from muletrain.runtime.averaging.messages import ShardFacts
+from muletrain.runtime.members.row import ShardFacts
 from muletrain.runtime.step.record import StageEntry, StepRecord
 from proofs.play import play
 from proofs.scenario import Fault, Scenario

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.members.messages import Progress
+from muletrain.runtime.members.row import Row
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.recovery.rollback import JOIN_S
@@ -177,9 +177,9 @@ def test_what_a_peer_accumulates_anew_is_progress_a_few_times() -> None:
     answers = iter([(0,), (0, 1), (0, 1), (), *[(0,), ()] * 20])
     asked, grew = Counter[str](), list[int]()
 
-    async def probe(peer: str, lineage: bytes, step: int) -> Progress:
+    async def probe(peer: str, lineage: bytes, step: int, *, record: bool) -> Row:
         asked[peer] += 1
-        return Progress(current=True, step=0, stage=1, accumulated=next(answers))
+        return Row(current=True, step=0, stage=1, accumulated=next(answers))
 
     async def scenario() -> None:
         ctx: Any = SimpleNamespace(detector=SimpleNamespace(probe=probe), plan=SimpleNamespace(microbatches=9))

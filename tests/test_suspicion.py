@@ -11,8 +11,8 @@ from muletrain.config.schema import Codec
 from muletrain.events import Event, PeerDown
 from muletrain.network.memory import MemoryHub
 from muletrain.runtime.members.detector import BURST_S, QUEUES
-from muletrain.runtime.members.messages import GetProgress, Progress
 from muletrain.runtime.members.roster import Member
+from muletrain.runtime.members.row import Row, Sync
 from tests.test_averaging import members
 from tests.virtual import virtually
 
@@ -26,9 +26,9 @@ def test_where_answers_meet_queues_a_suspicion_allows_for_one_that_we_cannot_mea
 
         async def answer(sender: str, payload: bytes) -> bytes:
             await asyncio.sleep(waits_s[0])
-            return Progress(current=True, step=0, stage=0).pack()
+            return Row(current=True, step=0, stage=0).pack()
 
-        group["b"][0].net.serve(GetProgress.KIND, answer)
+        group["b"][0].net.serve(Sync.KIND, answer)
         for _ in range(10):
             await detector.measure("b", bytes(32), 0)
         idle_s = detector.suspicion_s("b")

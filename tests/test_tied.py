@@ -20,7 +20,7 @@ from muletrain.model.make import make_stage, tied_between
 from muletrain.model.spec import ModelSpec
 from muletrain.model.traced.chain import TracedModel
 from muletrain.optim import tied
-from muletrain.runtime.step.messages import TiedEntry
+from muletrain.runtime.members.row import TiedEntry
 from muletrain.runtime.step.record_builder import UNDECIDED_S
 from muletrain.runtime.step.tied import TiedSum
 from muletrain.sim.setting import run_cost

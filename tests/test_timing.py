@@ -45,7 +45,7 @@ def test_each_level_waits_until_the_one_below_it_has_had_its_time() -> None:
         exchange.LATE_S,
         rounds.ELSEWHERE_S,
         Plan.adopt_after_s,
-        rounds.STUCK_S,
+        rounds.STALLED_S,
         waiting.PATIENCE_S,
         rollback.JOIN_S,
     ]
@@ -59,4 +59,4 @@ def test_promises_outlast_the_questions_that_rely_on_them() -> None:
     assert peer.HOLDS_S > 2 * peer.ANNOUNCE_S
     assert donor.KEPT_S >= blocks.CALL_S
     assert rebalancing.KEPT_MAX_S < 120.0, "what the directory keeps at most"
-    assert checkpointing.LIMIT_S >= blocks.LONGEST_S
+    assert checkpointing.LONGEST_S >= blocks.LONGEST_S

@@ -26,8 +26,9 @@ from muletrain.config.fleet_file import FleetPeer, Link
 from muletrain.config.schema import Codec
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.runtime.averaging.averager import Averager
-from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard
+from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.averaging.rounds import Round, usual_round
+from muletrain.runtime.members.row import RoundEntry
 
 SIZE = 25_000_000
 ROUNDS, WARM_UP = 5, 1

@@ -10,7 +10,7 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from proofs.draws import basic, hubs, infrastructure, large, members, settings
+from proofs.draws import basic, hubs, infrastructure, large, members, settings, small
 
 if TYPE_CHECKING:
     from proofs.draws.common import Kind
@@ -24,7 +24,10 @@ KINDS: dict[str, Kind] = {**infrastructure.KINDS, **members.KINDS, **settings.KI
 
 
 def draw(seed: int, always: str | None = None) -> Scenario:
-    """Draw a scenario, the same for the same seed. ``always``: a kind that every world has, unless it cannot."""
+    """Draw a scenario, the same for the same seed. ``always``: a kind that every world has, unless it cannot; or one of
+    ``small.WORLDS``."""
+    if always in small.WORLDS:
+        return small.WORLDS[always](seed)
     size = large.draw(seed)
     drawn = basic.draw(seed, size) if size is None else replace(basic.draw(seed, size[1]), kinds=(size[0],))
     drawn = drawn if size is None else large.finished(drawn)

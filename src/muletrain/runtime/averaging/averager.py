@@ -23,8 +23,9 @@ from muletrain.errors import Malformed, NetworkError, PeerUnreachable, ProtocolE
 from muletrain.optim.flat import flat_digest
 from muletrain.optim.norms import square_norm
 from muletrain.policy.shards import chunk_ranges, shard_ranges
-from muletrain.runtime.averaging.messages import Reduced, Shard, ShardFacts
+from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.averaging.rounds import Attendance, Round, RoundFailed
+from muletrain.runtime.members.row import ShardFacts
 from muletrain.wire.codec import decode, encode, encoded_size
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from muletrain.optim.tied import content
 from muletrain.policy.shards import BLOCK
 from muletrain.runtime.averaging.averager import contents
 from muletrain.runtime.averaging.messages import AskGradient
+from muletrain.runtime.core.times import CALL_S
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateImage
 from muletrain.wire.codec import Encoded, decode, encode
@@ -31,16 +32,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.averaging.messages import RoundEntry
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.row import RoundEntry
     from muletrain.runtime.transfer.blocks import Downloader
 
 T = TypeVar("T")
 PIECE = 32 * BLOCK
 """Elements encoded at once: whole quantisation blocks."""
-CALL_S = 60.0
-"""Seconds for a holder to encode and hash the gradient, and to answer with a manifest. An absent holder is noticed
-earlier."""
 DONORS = 4
 """Peers asked for a gradient at once."""
 HEADERS = 1 << 16

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Protocol
 from muletrain.errors import MuletrainError
 from muletrain.policy.deadline import Usual
 from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
+from muletrain.runtime.core.times import STALLED_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.messages import Progress
+    from muletrain.runtime.members.row import Row
 
 LOOK_S, AT_ONCE = 0.5, 8
 """Seconds between two checks of a round's members, and the number of members asked at once."""
 SILENT_S, ASK_S = 1.0, 5.0
 """Seconds without any sign of a member before a probe; and without a chunk before a question about the member's
 progress."""
-ELSEWHERE_S, STUCK_S = 5.0, 60.0
-"""Seconds after which a round fails: if a member that owes a chunk is not in the round; and if such a member moves no
-bytes."""
+ELSEWHERE_S = 5.0
+"""Seconds after which a round fails if a member that owes a chunk is not in the round."""
 UNMEASURED_S, USUAL, LONGEST_S = 600.0, 2.0, 3600.0
 """A member that reports progress is overdue if its part in a round does not come for UNMEASURED_S seconds in the first
 round, and for USUAL usual rounds later, up to LONGEST_S seconds (1 GB takes many minutes on a slow link)."""
@@ -36,7 +36,7 @@ round, and for USUAL usual rounds later, up to LONGEST_S seconds (1 GB takes man
 
 def usual_round() -> Usual:
     """Returns a new measure of round durations, from which a member's part counts as overdue."""
-    return Usual(UNMEASURED_S, floor_s=STUCK_S, times=USUAL, longest_s=LONGEST_S)
+    return Usual(UNMEASURED_S, floor_s=STALLED_S, times=USUAL, longest_s=LONGEST_S)
 
 
 class RoundFailed(MuletrainError):
@@ -127,7 +127,7 @@ class Attendance:
         while True:
             await ctx.clock.sleep(LOOK_S)
             owing, now = self._traffic.owing(), ctx.clock.now()
-            self.silent = {m: w for m, w in owing.items() if now - self._came.get(m, self._begun) >= STUCK_S / 2}
+            self.silent = {m: w for m, w in owing.items() if now - self._came.get(m, self._begun) >= STALLED_S / 2}
             due = [m for m in owing.keys() | self._traffic.taking() if self._is_due(m, now, owes=m in owing)]
             asked = sorted(due, key=lambda m: (self._asked.get(m, self._begun), m))[:AT_ONCE]
             self._asked.update(dict.fromkeys(asked, now))
@@ -142,7 +142,7 @@ class Attendance:
             return now - asked >= SILENT_S
         return owes and now - max(asked, self._came.get(member, self._begun)) >= ASK_S
 
-    def _judge(self, member: PeerId, progress: Progress) -> None:
+    def _judge(self, member: PeerId, progress: Row) -> None:
         now, who = self._ctx.clock.now(), f"averaging step {self._round.step + 1}: {self._ctx.roster.name(member)}"
         before, since = self._moved.get(member, (-1, now))
         self._moved[member] = progress.moved, now if progress.moved > before else since
@@ -154,5 +154,5 @@ class Attendance:
             )
         if stuck_s > ELSEWHERE_S and self._holders.held_by_a_replica():
             raise RoundFailed(f"{who} makes no progress, and a replica holds the whole gradient")
-        if stuck_s > STUCK_S or late_s > self._overdue_s:
+        if stuck_s > STALLED_S or late_s > self._overdue_s:
             raise RoundFailed(f"{who} is alive, but has sent nothing for {late_s:.0f} s")

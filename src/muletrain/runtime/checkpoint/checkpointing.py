@@ -24,6 +24,7 @@ from muletrain.events import CheckpointFailed, CheckpointWritten, PartNotKept, T
 from muletrain.policy.checkpoints import keepers
 from muletrain.runtime.checkpoint.messages import AskPart, CheckpointEnd, PartReady, largest_part
 from muletrain.runtime.checkpoint.store import Key, PartFacts, PartsGone
+from muletrain.runtime.core.times import LONGEST_S
 from muletrain.wire.statefile import StateBuffers
 
 if TYPE_CHECKING:
@@ -47,10 +48,8 @@ REMEMBERED = 256
 LOOK_S, LOOK_MAX_S = 1.0, 10.0
 """Seconds without news, between two checks for missing parts; doubles. A queued request for a part is checked as
 often."""
-LIMIT_S = 600.0
-"""Seconds without news from the coordinator or of parts, after which a checkpoint has failed."""
 SLOWEST_BYTES_PER_S = 125e3
-"""Slowest rate [bytes/s]: after ``LIMIT_S`` and the time that all parts need at this rate, a checkpoint has failed."""
+"""Slowest rate [bytes/s]: after ``LONGEST_S`` and the time that all parts need at this rate, a checkpoint has failed."""
 READ_S = 0.3
 """Longest read of the place for an answer [s]; after that, the answer is the last known list."""
 TURN_S = 30.0
@@ -629,7 +628,7 @@ class Checkpointing:
             opened.news = ctx.clock.now()  # earlier checkpoints go first
         if await self.replicas.is_complete(key):
             self.end(key, "")  # the notice was lost
-        elif ctx.clock.now() - opened.news > LIMIT_S or self._left_s(opened) <= 0:
+        elif ctx.clock.now() - opened.news > LONGEST_S or self._left_s(opened) <= 0:
             reason = opened.lacking(ctx.plan.stages)
             if self.roles.coordinates():
                 await self.fail(key, reason)
@@ -645,7 +644,7 @@ class Checkpointing:
     def _left_s(self, opened: OpenCheckpoint) -> float:
         """Seconds until the checkpoint has failed in any case."""
         size = sum(self._ctx.plan.state_bytes) or sum(f.size for f in opened.parts.values())
-        return max(0.0, opened.begin + LIMIT_S + size / SLOWEST_BYTES_PER_S - self._ctx.clock.now())
+        return max(0.0, opened.begin + LONGEST_S + size / SLOWEST_BYTES_PER_S - self._ctx.clock.now())
 
     async def _coordinator_answers(self, key: Key) -> bool:
         coordinator = self.roles.coordinator

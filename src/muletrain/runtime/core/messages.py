@@ -77,8 +77,8 @@ class Message(BaseModel):
             raise Malformed(f"{cls.__name__}: {where!r}: {first['msg'][:200]}") from None
 
     def pack(self) -> bytes:
-        """Returns the payload of a call."""
-        packed: bytes = msgpack.packb(self.model_dump())
+        """Returns the payload of a call, without the fields that have their defaults."""
+        packed: bytes = msgpack.packb(self.model_dump(exclude_defaults=True))
         return packed
 
     @classmethod

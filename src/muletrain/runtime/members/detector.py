@@ -20,7 +20,8 @@ from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import PeerDown
 from muletrain.policy.deadline import RECENT, Deadline, Usual, backoff_s
 from muletrain.runtime.core.branches import branch_of
-from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
+from muletrain.runtime.members.messages import Suspected
+from muletrain.runtime.members.row import Row, Sync
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator
@@ -82,6 +83,18 @@ class Branches(Protocol):
         ...
 
 
+class Reader(Protocol):
+    """Takes in what peers say of themselves (``step.runner``)."""
+
+    def known(self, peer: PeerId, lineage: bytes, step: int) -> int:
+        """The version of the statements of ``peer`` that are known here; 0: none."""
+        ...
+
+    def hear(self, peer: PeerId, lineage: bytes, step: int, row: Row) -> None:
+        """``peer`` answered a question about ``step`` with ``row``."""
+        ...
+
+
 class FailureDetector:
     """The failure detector of one peer: the only judge of suspected, down and back."""
 
@@ -93,6 +106,7 @@ class FailureDetector:
         self.suspected: set[PeerId] = set()
         self._routes: list[Routes] = []
         self._branches: Branches | None = None
+        self._reader: Reader | None = None
         self._usual: dict[PeerId, Usual] = {}
         """Usual answer times of each peer, for suspicions."""
         self._waited_s: deque[float] = deque(maxlen=RECENT)
@@ -117,6 +131,10 @@ class FailureDetector:
         """Tell ``branches`` of every peer that answers from another branch."""
         self._branches = branches
 
+    def add_reader(self, reader: Reader) -> None:
+        """Pass every answer to ``reader`` from now on, so that no question leaves a lost notice unknown."""
+        self._reader = reader
+
     async def probe(
         self,
         peer: PeerId,
@@ -126,15 +144,15 @@ class FailureDetector:
         *,
         hearsay: bool = False,
         brief: bool = False,
-    ) -> Progress | None:
-        """Ask a silent peer about its microbatches (``brief``: only about its presence). Suspect the peer if the answer
-        takes longer than usual. Without an answer in time, mark the peer down and return None; but while anything still
-        comes from the peer, ask again a few times. ``hearsay``: other peers suspect the peer already, and need no
-        notice."""
+        record: bool = False,
+    ) -> Row | None:
+        """Ask a peer for its row (``Sync``), and suspect the peer if the answer takes longer than usual. Without an
+        answer in time, mark the peer down and return None; but while anything still comes from the peer, ask again a
+        few times. ``hearsay``: other peers suspect the peer already, and need no notice."""
         with self._suspecting(peer, lineage, step, attempt, hearsay):
             for again in range(MAX_AGAIN + 1):
                 try:
-                    progress = await self._get_progress(peer, lineage, step, attempt, brief=brief)
+                    row = await self._sync(peer, lineage, step, attempt, brief=brief, record=record)
                     break
                 except DeadlineExceeded as e:
                     if again == MAX_AGAIN or self.silent_s(peer) > HEARD_S:
@@ -146,12 +164,12 @@ class FailureDetector:
                 except NetworkError as e:
                     self.mark_down(peer, f"answered a probe with: {e}", declines=True)
                     return None
-        if progress.late:
+        if row.late:
             self._suspect(peer, lineage, step, hearsay)
             self.look_after(peer, lineage, step)
-        if progress.current:  # a peer at another step is of no use to this step
+        if row.current:  # a peer at another step is of no use to this step
             self.mark_back(peer)
-        return progress
+        return row
 
     @contextmanager
     def _suspecting(self, peer: PeerId, lineage: bytes, step: int, attempt: int, hearsay: bool) -> Iterator[None]:
@@ -219,7 +237,7 @@ class FailureDetector:
     async def is_gone(self, peer: PeerId, lineage: bytes, step: int) -> bool:
         """Returns True if ``peer`` is unreachable, which is stronger evidence than a missing answer."""
         try:
-            await self._get_progress(peer, lineage, step, attempt=0, brief=True)
+            await self._sync(peer, lineage, step, brief=True)
         except PeerUnreachable:
             return True
         except NetworkError:
@@ -230,33 +248,39 @@ class FailureDetector:
         """Measure the answer time of ``peer`` before any missed answer. A peer that does not answer yet is not marked
         down."""
         with suppress(NetworkError):
-            await self._get_progress(peer, lineage, step, attempt=0, brief=True)
+            await self._sync(peer, lineage, step, brief=True)
 
-    async def _get_progress(self, peer: PeerId, lineage: bytes, step: int, attempt: int, *, brief: bool) -> Progress:
-        ask = GetProgress(lineage=lineage, step=step, brief=brief)
+    async def _sync(
+        self, peer: PeerId, lineage: bytes, step: int, attempt: int = 0, *, brief: bool = False, record: bool = False
+    ) -> Row:
+        known = 0 if self._reader is None else self._reader.known(peer, lineage, step)
+        stage = self._peer.roster.own.stage
+        ask = Sync(lineage=lineage, step=step, stage=stage, known=known, brief=brief, record=record)
         begin, alarms = self._peer.clock.now(), self._alarms[peer]
         waits = alarms if (lives := self._peer.roster.is_alive(peer)) else 0
         limit_s = self.deadline.seconds(attempt + waits) + self._peer.net.queued_s(peer)
         try:
-            answer = await self._peer.net.call(peer, GetProgress.KIND, ask.pack(), timeout_s=limit_s)
+            answer = await self._peer.net.call(peer, Sync.KIND, ask.pack(), timeout_s=limit_s)
         except DeadlineExceeded:
             if lives and alarms == self._alarms[peer] < MAX_ALARMS:
                 self._alarms[peer] += 1
             raise
-        progress = Progress.unpack(answer)
+        row = Row.unpack(answer)
         del self._alarms[peer]
-        (self._late.add if progress.late else self._late.discard)(peer)
+        (self._late.add if row.late else self._late.discard)(peer)
         if (took_s := self._peer.clock.now() - begin) <= limit_s:  # else this machine has slept
             self.deadline.measured(took_s)
             if peer not in self._usual:
                 self._usual[peer] = Usual(unmeasured_s=math.inf, floor_s=0.25, times=4.0, slow_times=1.5)
             self._usual[peer].measured(took_s)
             self._waited_s.append(took_s - self._usual[peer].fastest_s)
-        if progress.branch != branch_of(lineage):
+        if row.branch != branch_of(lineage):
             if self._branches is not None:
-                self._branches.met(peer, progress.branch)
-            progress = progress.model_copy(update={"current": False, "step": 0, "lineage": b"", "rival": False})
-        return progress
+                self._branches.met(peer, row.branch)
+            return row.model_copy(update={"current": False, "step": 0, "lineage": b"", "rival": False})
+        if self._reader is not None:
+            self._reader.hear(peer, lineage, step, row)
+        return row
 
     def worth_a_try(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
         """Returns the live ``peers``, and peers that are down but were not tried for a quarter of the time since the
@@ -333,8 +357,8 @@ class FailureDetector:
         """Returns the seconds since anything at all came from ``peer``: a part of a frame, a receipt, an answer."""
         return asyncio.get_running_loop().time() - self._peer.net.heard_s(peer)
 
-    async def ask_all(self, peers: tuple[PeerId, ...], lineage: bytes, step: int) -> dict[PeerId, Progress]:
-        """Returns the progress of the answering ``peers``. Peers that are down are asked, too, since they may be back,
+    async def ask_all(self, peers: tuple[PeerId, ...], lineage: bytes, step: int) -> dict[PeerId, Row]:
+        """Returns the rows of the answering ``peers``. Peers that are down are asked, too, since they may be back,
         but only live peers are waited for, if there are any."""
         asked = {p: asyncio.create_task(self.probe(p, lineage, step)) for p in self.worth_a_try(peers)}
         living = [task for p, task in asked.items() if self._peer.roster.is_alive(p)]
@@ -345,4 +369,4 @@ class FailureDetector:
             for task in asked.values():
                 task.cancel()
         await asyncio.gather(*asked.values(), return_exceptions=True)
-        return {p: progress for p, t in asked.items() if not t.cancelled() and (progress := t.result()) is not None}
+        return {p: row for p, t in asked.items() if not t.cancelled() and (row := t.result()) is not None}

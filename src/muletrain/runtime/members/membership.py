@@ -12,6 +12,7 @@ from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
 from muletrain.events import DirectoryFailed, MemberAdmitted
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
+from muletrain.runtime.core.times import AGAIN_S
 from muletrain.runtime.members.messages import Acquaintances, Introduce, Member, WhoAreYou
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ CALL_S = 20.0
 """Seconds for a member to answer an introduction."""
 FLOOR_S = 3.0
 """Least seconds for an answer: a connection must be made first, and the answering peer may have to ask for us."""
-ASK_AGAIN_S = 5.0
-"""Seconds between two questions to the same peer."""
 
 
 class Membership:
@@ -104,7 +103,7 @@ class Membership:
         if roster.knows(peer) and stage in (None, roster.member(peer).stage):
             return
         task = self._asking.get(peer)
-        if task is None and now - self._asked.get(peer, float("-inf")) >= ASK_AGAIN_S:
+        if task is None and now - self._asked.get(peer, float("-inf")) >= AGAIN_S:
             self._asked[peer] = now
             task = self._asking[peer] = self._ctx.spawn(self._ask(peer), "acquaint")
             task.add_done_callback(lambda _: self._asking.pop(peer, None))

@@ -10,7 +10,7 @@ from muletrain.errors import MuletrainError
 from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import Lifecycle
-from muletrain.runtime.members.messages import Progress
+from muletrain.runtime.members.row import Row
 from muletrain.runtime.microbatch.inflight import InFlightStep
 
 if TYPE_CHECKING:
@@ -109,15 +109,15 @@ class Position:
         self.interrupted = reason
         self._ctx.news.touched()
 
-    def progress(self, step: int, lineage: bytes, *, brief: bool = False) -> Progress:
-        """Returns this peer's answer to GetProgress. ``brief``: without microbatches."""
+    def row(self, step: int, lineage: bytes, *, brief: bool = False) -> Row:
+        """Returns this peer's row of ``step``, without statements. ``brief``: also without microbatches."""
         ctx, work, branch = self._ctx, self.computing(step), branch_of(self.lineage)
         stage = ctx.roster.own.stage
         if work is None or work.lineage != lineage or (work is self.work and self.away):
-            return Progress(
+            return Row(
                 current=False, stage=stage, step=self.step, lineage=b"" if self.away else self.applied, branch=branch
             )
-        here = Progress(
+        here = Row(
             current=True,
             stage=stage,
             step=self.step,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.messages import Progress
+    from muletrain.runtime.members.row import Row
     from muletrain.runtime.microbatch.position import Position
 
 PATIENCE_S = 15.0
@@ -29,8 +29,8 @@ class Survey:
 
     def __init__(self, ctx: Context, position: Position) -> None:
         self._ctx, self._position = ctx, position
-        self._asking: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Progress]]] = {}
-        self._next: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Progress]]] = {}
+        self._asking: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Row]]] = {}
+        self._next: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Row]]] = {}
         """Running questions to all peers, and the questions that follow, by lineage and step."""
 
     async def still_missing(
@@ -83,7 +83,7 @@ class Survey:
         losses = (progress.loss(index) for progress in current.values())
         return tuple(s for s in stages if s not in have), next((loss for loss in losses if loss is not None), None)
 
-    async def everyone(self, lineage: bytes, step: int) -> dict[PeerId, Progress]:
+    async def everyone(self, lineage: bytes, step: int) -> dict[PeerId, Row]:
         """Returns the progress of every peer at ``step``, this peer included, asked after this call."""
         key = lineage, step
         if (survey := self._next.get(key)) is None:
@@ -91,16 +91,14 @@ class Survey:
             self._next[key] = survey
         return await asyncio.shield(survey)
 
-    async def _ask(
-        self, key: tuple[bytes, int], before: asyncio.Task[dict[PeerId, Progress]] | None
-    ) -> dict[PeerId, Progress]:
+    async def _ask(self, key: tuple[bytes, int], before: asyncio.Task[dict[PeerId, Row]] | None) -> dict[PeerId, Row]:
         if before is not None:
             await asyncio.wait({before})
         self._asking[key] = self._next.pop(key)
         ctx, (lineage, step) = self._ctx, key
         try:
             answers = await ctx.detector.ask_all(ctx.roster.everyone(), lineage, step)
-            answers[ctx.net.peer_id] = self._position.progress(step, lineage)
+            answers[ctx.net.peer_id] = self._position.row(step, lineage)
             return {peer: progress for peer, progress in answers.items() if progress.current}
         finally:
             if key not in self._next:

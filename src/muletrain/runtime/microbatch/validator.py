@@ -19,6 +19,7 @@ import torch
 from muletrain.errors import DeadlineExceeded, MuletrainError
 from muletrain.events import Validated, ValidationLeftOut
 from muletrain.policy.deadline import backoff_s
+from muletrain.runtime.core.times import LONGEST_S
 from muletrain.runtime.microbatch.dispatcher import StageLost
 from muletrain.runtime.microbatch.messages import Attempt
 from muletrain.wire.codec import encode_samples
@@ -38,9 +39,9 @@ TRIES, PAUSE_S, PAUSE_MAX_S = 5, 0.1, 2.0
 """Tries of a held-out microbatch that no peer could take, and the seconds before the next try, the first time and at
 most; doubles."""
 
-STALL_S, LIMIT_S = 100.0, 600.0
-"""Seconds without a finished microbatch after which a measurement is given up, and seconds for any measurement. Both
-are checked every ``STALL_S``, and end long before any peer gives up the step (``core.waiting``)."""
+STALL_S = 100.0
+"""Seconds without a finished microbatch after which a measurement is given up. It, and ``LONGEST_S`` for any measurement, are
+checked every ``STALL_S``, and end long before any peer gives up the step (``core.waiting``)."""
 
 
 class Heldout(Protocol):
@@ -118,7 +119,7 @@ class Validator:
                     for task in done:
                         task.result()
                 except DeadlineExceeded:
-                    if len(self._sums) == through or clock.now() - begun_s > LIMIT_S:
+                    if len(self._sums) == through or clock.now() - begun_s > LONGEST_S:
                         raise
                 through = len(self._sums)
         finally:

@@ -12,6 +12,7 @@ from muletrain.policy.fork_choice import Chain, forked_at, gives_way
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
+from muletrain.runtime.core.times import PAUSE_MAX_S, PAUSE_S
 from muletrain.runtime.peer.messages import Away, Back
 
 if TYPE_CHECKING:
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.donor import Receiver
     from muletrain.runtime.transfer.messages import Snapshot
 
-TRIES, PAUSE_S, PAUSE_MAX_S = 12, 0.2, 10.0
-"""Most requests for a checkpoint's part, or tries of a step that other peers have left, before a peer gives up; and
-first and longest pause, which doubles [s]."""
+TRIES = 12
+"""Most requests for a checkpoint's part, or tries of a step that other peers have left, before a peer gives up."""
 MAX_ASKED = 8
 """Peers of any stage to ask for the run's progress."""
 MAX_PURSUITS = 10

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import Malformed, MuletrainError, ProtocolError
 from muletrain.policy.deadline import backoff_s
-from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard
+from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
-from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
+from muletrain.runtime.members.messages import Suspected
+from muletrain.runtime.members.row import Abstain, RoundEntry, Row, Seal, Sync, TiedEntry
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.messages import Away, Back, Report
-from muletrain.runtime.step.messages import Abstain, Seal, TiedEntry
 from muletrain.runtime.transfer.messages import Block
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class Incoming:
         bounds = Expected(membership, STEP_KINDS | OTHER_KINDS, ctx.plan.microbatches, checks)
         ctx.net.receive(self._on_frame, bounds=bounds)
         ctx.net.on_lost(self._on_lost)
-        ctx.net.serve(GetProgress.KIND, self._answer_progress)
+        ctx.net.serve(Sync.KIND, self._answer)
 
     async def redeliver(self) -> None:
         """Pass on the frames that came too early, some of which belong to the present step."""
@@ -313,15 +313,18 @@ class Incoming:
             tries = tries + 1 if breaks == self._breaks[peer] else 0
         del self._breaks[peer]
 
-    async def _answer_progress(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises MuletrainError while no peer should count on us."""
-        ask, at = GetProgress.unpack(payload), self._position
+    async def _answer(self, sender: PeerId, payload: bytes) -> bytes:
+        """Answer with our row. Raises MuletrainError while no peer should count on us."""
+        ask, at = Sync.unpack(payload), self._position
         if not self._ctx.meter.works.is_set():
             raise MuletrainError("an operation of its device does not return")
-        branch = branch_of(at.lineage)
         self._rollback.met(sender, branch_of(ask.lineage))
+        branch = branch_of(at.lineage)
         rival = branch_of(ask.lineage) == branch and self._forks.heard(sender, ask.step, ask.lineage)
-        progress = at.progress(ask.step, ask.lineage, brief=ask.brief)
+        row = at.row(ask.step, ask.lineage, brief=ask.brief)
         if at.life.state is State.LEAVING:
-            progress = Progress(current=False, step=at.step, stage=self._ctx.roster.own.stage, branch=branch)
-        return progress.model_copy(update={"rival": rival, "late": bool(self._ctx.meter.late)}).pack()
+            row = Row(current=False, step=at.step, stage=self._ctx.roster.own.stage, branch=branch)
+        if not self._ctx.roster.is_alive(sender) and self._ctx.detector.worth_a_try((sender,)):
+            self._ctx.spawn(self._runner.exchange.find_out(sender), "ask back")  # messages from there arrive again
+        said = self._runner.exchange.statements(sender, ask)
+        return row.model_copy(update={"rival": rival, "late": bool(self._ctx.meter.late), **said}).pack()

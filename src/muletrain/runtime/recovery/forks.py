@@ -26,6 +26,7 @@ from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import ForkKept, LineageLeft
 from muletrain.policy.fork_choice import forked_at, gives_way
 from muletrain.policy.recent import Recent
+from muletrain.runtime.core.times import AGAIN_S, STALLED_S
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
 
@@ -37,16 +38,12 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.donor import Receiver
     from muletrain.runtime.transfer.messages import Snapshot
 
-AGAIN_S = 5.0
-"""Seconds between questions to a peer that has not moved to a later step."""
 JUDGE_S = 1.0
 """Seconds between two judgements of histories that the same peer sends."""
 CALL_S = 10.0
 """Seconds for a peer to tell its history or promise to stay."""
 STAY_S = 15.0
 """Seconds for which a promise to stay holds: longer than the caller waits for all answers."""
-STALLED_S = 60.0
-"""Seconds in one step with a stage or all trainers out of reach, after which this side counts as stalled."""
 ROUNDS = 5
 """Number of times that replicas of the winning side are asked for states."""
 

@@ -23,6 +23,7 @@ from muletrain.policy.recent import Recent
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of, count_of
 from muletrain.runtime.core.lifecycle import State
+from muletrain.runtime.core.times import AGAIN_S
 from muletrain.runtime.recovery.messages import MAX_PARTS, AskStanding, AskStepBack, HeldPart, StandsAt, StepBack
 
 if TYPE_CHECKING:
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0
 """Seconds between two checks for stages without peers, and between two considered orders of the same peer."""
-AGAIN_S = 5.0
-"""Seconds between two hints to the same peer that its branch was given up, and between two questions about an unrelated
-branch."""
 REACHED_S = 300.0
 """Most seconds for which adoption waits because other peers claim to reach the stage: the claims may be wrong, or
 lies."""

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from muletrain.events import LeftBehind
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.averaging.rounds import Round
+from muletrain.runtime.core.times import STALLED_S
+from muletrain.runtime.members.row import Seal
 from muletrain.runtime.step import audit
-from muletrain.runtime.step.messages import Seal
 from muletrain.runtime.step.record import round_id
 
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.reruns import Deadlines, Reruns
     from muletrain.runtime.step.state import StepState
 
-OVERDUE_S = 60.0
-"""Shortest time until a replica that answers, but does not seal, is left out, and until replicas that go on without us
-count as stalled [s]."""
 OF_PATIENCE = 0.75
 """Share of our patience after which a silent replica is overdue at the latest. After the whole patience we would give
 up."""
@@ -179,6 +177,7 @@ class RoundAgreement:
             excused=state.excused,
             accused=self._audit.accused(),
         )
+        state.changed()
         ctx.chaos.reached("sealing", state.step)
         ctx.spawn(ctx.tell(replicas, seal), "seal")  # also to replicas that we do not count on
         return seal
@@ -192,7 +191,7 @@ class RoundAgreement:
     def _overdue(self, since: float) -> bool:
         """Have the awaited replicas had their time since ``since``? Yes, if no replica has made progress for as long as
         steps take; and after the time of a full queue, since reports may be lies."""
-        usual_s, waits, clock = max(OVERDUE_S, self._deadlines.step.seconds()), self._waits, self._ctx.clock
+        usual_s, waits, clock = max(STALLED_S, self._deadlines.step.seconds()), self._waits, self._ctx.clock
         quiet = waits.quiet_s(since) >= min(usual_s, OF_PATIENCE * self._ctx.news.patience_s)
         return quiet or clock.now() - since >= max(usual_s, self._ctx.queue_s())
 

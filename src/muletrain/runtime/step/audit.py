@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from muletrain.optim.sketch import Sketch
     from muletrain.policy.cover import Cover
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.row import Seal
     from muletrain.runtime.step.company import Standing
-    from muletrain.runtime.step.messages import Seal
     from muletrain.runtime.step.reruns import Reruns
     from muletrain.runtime.step.state import StepState
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.step.messages import Seal
+    from muletrain.runtime.members.row import Seal
     from muletrain.runtime.step.state import StepState
 
 SPEAKS_S = 3.0

@@ -1,4 +1,4 @@
-"""Notices about one step: a peer takes in arriving notices, asks for notices that may be lost, and answers such
+"""Statements about one step: a peer takes in notices and rows, asks for rows since a notice may be lost, and answers such
 questions."""
 
 from __future__ import annotations
@@ -7,28 +7,26 @@ import asyncio
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from muletrain.errors import NetworkError, ProtocolError
+from muletrain.errors import ProtocolError
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
 from muletrain.runtime.averaging.messages import AskGradient
 from muletrain.runtime.core.waiting import MAX_SILENCE
+from muletrain.runtime.members.row import Abstain
 from muletrain.runtime.microbatch.position import Behind
-from muletrain.runtime.step.messages import Abstain, AskEntries, AskSeal, Entries, Seal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.averaging.messages import RoundEntry
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
-    from muletrain.runtime.members.messages import Progress
+    from muletrain.runtime.members.row import RoundEntry, Row, Seal, Sync, TiedEntry
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.gradient_log import GradientLog
-    from muletrain.runtime.step.messages import TiedEntry
     from muletrain.runtime.step.record_builder import Attested
     from muletrain.runtime.step.state import StepState
 
@@ -88,6 +86,10 @@ class Exchange:
         self._questioned: set[tuple[PeerId, int]] = set()
         """Replicas asked for the seal of a round that they attest to, with the attempt of the last seal that we
         knew."""
+        self._known: dict[PeerId, int] = {}
+        """Version of each peer's statements that we have."""
+        self._applied: dict[PeerId, bytes] = {}
+        """Hash of the record that each peer applied, as it says."""
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was still at an earlier step."""
         self._most: dict[PeerId, list[int]] = {}
@@ -95,6 +97,34 @@ class Exchange:
         anew."""
 
     # What arrives -----------------------------------------------------------------------------------------------------
+
+    def known(self, peer: PeerId) -> int:
+        """See ``members.detector.Reader``."""
+        return self._known.get(peer, 0)
+
+    def hear(self, peer: PeerId, row: Row) -> None:
+        """Take in the statements of ``peer``, unless known."""
+        if row.version in (0, self.known(peer)):
+            return
+        state, roster = self._state, self._ctx.roster
+        self._applied[peer] = row.record
+        try:
+            if row.abstains:
+                self.on_abstain(peer)
+            if row.seal is not None and roster.member(peer).stage == roster.own.stage:
+                self.on_seal(peer, row.seal)
+            if row.entry is not None:
+                self.on_entry(peer, row.entry)
+            if row.tied is not None:
+                self.on_tied(peer, row.tied)
+            if row.applied and state.builder.claim(peer, row.applied, row.record, row.product):
+                for entry in (e for e in row.applied if e.stage == roster.member(peer).stage):
+                    state.hear_applied(peer, entry)
+                    self.on_entry(peer, entry.model_copy(update={"holder": peer, "without": ()}))
+            self._known[peer] = row.version
+        except ProtocolError as e:
+            self._ctx.refused(peer, str(e))
+        self._ctx.news.touched()
 
     def on_seal(self, sender: PeerId, seal: Seal) -> None:
         """Take in a seal. Raises ProtocolError."""
@@ -175,7 +205,7 @@ class Exchange:
         """Ask ``holder`` for its seal, which may have been lost. A holder announces nothing more, except a holder that
         took the round from another peer."""
         state = self._state
-        if await self.learn_seal(holder) and state.current and holder in state.seals:
+        if await self._sync(holder) is not None and state.current and holder in state.seals:
             if state.unsealed(round_) and round_.holders.keys() == {holder}:
                 self._ctx.refused(holder, "round entry: its members are not what its holder sealed")
             self._ctx.news.touched()
@@ -193,46 +223,49 @@ class Exchange:
                 self._position.interrupt(e)
         self._ctx.news.touched()
 
-    async def ask(self, peer: PeerId) -> Progress | None:
+    async def _sync(self, peer: PeerId) -> Row | None:
+        return await self._ctx.detector.probe(peer, self._state.lineage, self._state.step, record=True)
+
+    async def ask(self, peer: PeerId) -> Row | None:
         """Ask ``peer`` about this step; None: no answer. A peer that stays at an earlier step is left out. Raises
         Behind if ``peer`` is at a later step."""
         ctx, state = self._ctx, self._state
-        progress = await ctx.detector.probe(peer, state.lineage, state.step)
-        if progress is None:
+        row = await self._sync(peer)
+        if row is None:
             return None
         moved, round_ = self._observed.moved.get(peer, (0, b""))
         # averaging over slow links takes long, and so does a microbatch on a slow device; a peer whose device is late soon
         # leaves the step to the others
-        if progress.moved > moved or progress.round != round_ or progress.late or progress.in_flight:
+        if row.moved > moved or row.round != round_ or row.late or row.in_flight:
             self._waits.came_on()
-        accumulated = len({*progress.accumulated} & {*range(ctx.plan.microbatches)})  # the report may be false
-        if progress.current and (most := self._most.setdefault(peer, [0])[-1]) != accumulated:
+        accumulated = len({*row.accumulated} & {*range(ctx.plan.microbatches)})  # the report may be false
+        if row.current and (most := self._most.setdefault(peer, [0])[-1]) != accumulated:
             if accumulated > most:
                 self._most[peer][-1] = accumulated
                 self._waits.grew()
             elif len(self._most[peer]) < ANEW:  # the peer computes dropped microbatches again
                 self._most[peer].append(accumulated)
-        self._observed.moved[peer] = progress.moved, progress.round
-        if progress.rival:
-            self._rivals.met(peer, progress.step)
+        self._observed.moved[peer] = row.moved, row.round
+        if row.rival:
+            self._rivals.met(peer, row.step)
             ctx.detector.mark_down(peer, "it trains in another lineage", declines=True)
-            return progress
-        if progress.step > state.step:
-            self._position.others_at = max(self._position.others_at, progress.step)
+            return row
+        if row.step > state.step:
+            self._position.others_at = max(self._position.others_at, row.step)
             went_on = await self.went_on(peer)
             if not went_on or (state.gradient is not None and self._recorded()):
-                return progress  # only notices of other peers were missing
-            raise Behind(f"step {state.step + 1}: {ctx.roster.name(peer)} is at step {progress.step + 1}")
-        if progress.current and self._work.complete(progress.completed, progress.losses):
+                return row  # only notices of other peers were missing
+            raise Behind(f"step {state.step + 1}: {ctx.roster.name(peer)} is at step {row.step + 1}")
+        if row.current and self._work.complete(row.completed, row.losses):
             ctx.news.touched()
-        if not progress.current or (progress.step < state.step and self._work.all_completed):
-            self._leave_out(peer, progress)  # the peer is of no use before it reaches this step
-        elif progress.step == state.step and peer in self._late:
+        if not row.current or (row.step < state.step and self._work.all_completed):
+            self._leave_out(peer, row)  # the peer is of no use before it reaches this step
+        elif row.step == state.step and peer in self._late:
             self._observed.late.measured(ctx.clock.now() - self._late.pop(peer))
             self._observed.left_out.pop(peer, None)
-        return progress
+        return row
 
-    def _leave_out(self, peer: PeerId, progress: Progress) -> None:
+    def _leave_out(self, peer: PeerId, row: Row) -> None:
         """Mark ``peer`` down after a long time at an earlier step. Its device may be at a microbatch that another peer
         has done since, and applies the step after that."""
         now, observed = self._ctx.clock.now(), self._observed
@@ -240,108 +273,38 @@ class Exchange:
         if now - self._late.setdefault(peer, now) >= max(observed.late.seconds(), busy_s):
             self._late[peer] = now  # else every answer would mark the peer down again
             observed.left_out[peer] = None
-            self._ctx.detector.mark_down(peer, f"it is still at step {progress.step}", reached=True)
+            self._ctx.detector.mark_down(peer, f"it is still at step {row.step}", reached=True)
 
-    async def ask_everyone(self) -> list[Progress]:
+    async def ask_everyone(self) -> list[Row]:
         """Ask all peers; in a large fleet some peers, and other peers the next time. Peers that are down are asked,
         too, since a healed link does not announce itself, but are not waited for. Returns the answers of live peers."""
         roster, observed = self._ctx.roster, self._observed
         observed.asked_round += 1
         for peer in self._ctx.detector.worth_a_try(p for p in roster.everyone() if not roster.is_alive(p)):
-            self._ctx.spawn(self._try_again(peer), "ask after the dead")
+            self._ctx.spawn(self.find_out(peer), "ask after the dead")
         count = max(ASKED, math.ceil(len(roster.others()) / (MAX_SILENCE - 1)))
-        answers = await asyncio.gather(*(self.ask(peer) for peer in roster.spread(count, observed.asked_round)))
-        return [progress for progress in answers if progress is not None]
+        return await self._ask(roster.spread(count, observed.asked_round))
 
-    async def _try_again(self, peer: PeerId) -> None:
-        """Ask a peer that was marked down, and may be back."""
-        await self.find_out(peer)
-        if self._ctx.roster.is_alive(peer):
-            await self.entries_from(peer)
+    async def ask_replicas(self, *, live: bool = False) -> list[Row]:
+        """Ask all replicas (only the ``live`` ones), since a notice may be lost. Returns the answers."""
+        return await self._ask(p for p in self._ctx.roster.replicas() if not live or self._ctx.roster.is_alive(p))
 
-    async def ask_replicas(self) -> list[Progress]:
-        """Ask all replicas for seals and entries, since a notice may be lost. Returns their progress."""
-        answers = await asyncio.gather(*map(self._ask_seal, self._ctx.roster.replicas()))
-        return [progress for progress in answers if progress is not None]
-
-    async def _ask_seal(self, peer: PeerId) -> Progress | None:
-        progress = await self.ask(peer)
-        if self._ctx.roster.is_alive(peer) and await self.learn_seal(peer):
-            await self.entries_from(peer)
-        return progress
-
-    async def learn_seal(self, peer: PeerId) -> bool:
-        """Ask ``peer`` for its last seal. False: no answer."""
-        ask = AskSeal(lineage=self._state.lineage, step=self._state.step).pack()
-        try:
-            answer = await self._ctx.net.call(peer, AskSeal.KIND, ask, timeout_s=self._ctx.detector.deadline.seconds(1))
-            if answer:
-                self.on_seal(peer, Seal.unpack(answer))
-        except NetworkError as e:
-            self._ctx.detector.mark_down(peer, e.why)
-            return False
-        return True
-
-    async def ask_holders(self) -> list[Progress]:
-        """Ask live replicas whether they hold this step's gradient or are beyond this step, since a notice may be lost.
-        Returns the answers."""
-
-        async def ask(peer: PeerId) -> Progress | None:
-            progress = await self.ask(peer)
-            await self.entries_from(peer)
-            return progress
-
-        asked = [ask(p) for p in self._ctx.roster.replicas() if self._ctx.roster.is_alive(p)]
-        return [progress for progress in await asyncio.gather(*asked) if progress is not None]
-
-    async def ask_entries(self) -> None:
-        """Ask all peers for round entries, since a notice may be lost."""
-        roster = self._ctx.roster
-        await asyncio.gather(*map(self.entries_from, filter(roster.is_alive, roster.everyone())))
-        if self._recorded():
-            return
-        # replicas that hold no round may try one without us
-        others = [p for p in roster.replicas() if roster.is_alive(p) and not self._state.is_committed(p)]
-        await asyncio.gather(self.ask_everyone(), *map(self.learn_seal, others))
-
-    async def entries_from(self, peer: PeerId) -> Entries | None:
-        """Learn the round of this step that ``peer`` attests to, or the applied record. None: no answer."""
-        ctx, state = self._ctx, self._state
-        ask = AskEntries(lineage=state.lineage, step=state.step).pack()
-        try:
-            packed = await ctx.net.call(peer, AskEntries.KIND, ask, timeout_s=ctx.detector.deadline.seconds(1))
-            answer = Entries.unpack(packed)
-            if not state.current:
-                return None
-            if answer.abstains:
-                self.on_abstain(peer)
-            if answer.own is not None:
-                self.on_entry(peer, answer.own)
-            if answer.tied is not None:
-                self.on_tied(peer, answer.tied)
-            if answer.applied and state.builder.claim(peer, answer.applied, answer.record, answer.product):
-                for entry in (e for e in answer.applied if e.stage == ctx.roster.member(peer).stage):
-                    state.hear_applied(peer, entry)
-                    self.on_entry(peer, entry.model_copy(update={"holder": peer, "without": ()}))
-        except ProtocolError as e:
-            ctx.refused(peer, str(e))
-        except NetworkError as e:
-            ctx.detector.mark_down(peer, e.why)
-        else:
-            return answer
-        return None
+    async def _ask(self, peers: Iterable[PeerId]) -> list[Row]:
+        answers = await asyncio.gather(*map(self.ask, dict.fromkeys(peers)))
+        return [row for row in answers if row is not None]
 
     async def went_on(self, first: PeerId) -> bool:
         """Has the run gone beyond this step, as ``first`` says? A single member cannot lure us away: more peers must be
         beyond the step, by one record, than at the step, or its record must be known now."""
         here, gone = 0, Counter[bytes]()
         for peer in dict.fromkeys((first, *self._ctx.roster.spread(MAX_ASKED))):
-            answer = await self.entries_from(peer)
+            row = await self._sync(peer)
             if self._recorded():
                 return True
-            if answer is not None:
-                here += answer.step == self._state.step
-                gone[answer.record] += answer.step > self._state.step  # replicas that lost each other have two records
+            if row is not None:
+                here += row.step == self._state.step
+                # replicas that lost each other have two records
+                gone[self._applied.get(peer, b"")] += row.step > self._state.step
             if max(gone.values(), default=0) - here > 1:
                 break
         return max(gone.values(), default=0) > here
@@ -352,10 +315,34 @@ class Exchange:
         for peer in peers:
             if self._recorded() or asked > MAX_ASKED:
                 break
-            answer = await self.entries_from(peer)
-            here |= answer is not None and answer.step == self._state.step
+            row = await self._sync(peer)
+            here |= row is not None and row.step == self._state.step
             asked += builder.claimed > 0
         builder.trusting = not here
+
+    # What we answer ---------------------------------------------------------------------------------------------------
+
+    def statements(self, sender: PeerId, ask: Sync) -> dict[str, Any]:
+        """Our statements about this step or a kept earlier step, as fields of ``Row``; none if ``sender`` knows
+        them."""
+        state, own = self._state, self._ctx.roster.own.stage
+        if (ask.step, ask.lineage) == (state.step, state.lineage):
+            if ask.known == state.version:
+                return {"version": state.version}
+            return {
+                "version": state.version,
+                "seal": state.announced if ask.stage == own else None,
+                "entry": state.attested,
+                "tied": state.tied,
+                "abstains": self._ctx.net.peer_id in state.builder.abstaining(own),
+            }
+        applied, record = self._log.applied(sender, ask.step, ask.lineage) if ask.record else ((), None)
+        if record is None:
+            return {}
+        version = int.from_bytes(record.hash[-6:])
+        if ask.known == version:
+            return {"version": version}
+        return {"version": version, "applied": applied, "product": record.product, "record": record.hash}
 
 
 class Current(Protocol):
@@ -368,24 +355,11 @@ class Current(Protocol):
 
 
 class Answers:
-    """Answers the calls of peers that missed notices of the current step, or of earlier steps."""
+    """Answers peers that take a gradient of the current step, or of earlier steps."""
 
     def __init__(self, ctx: Context, current: Current, log: GradientLog, membership: Membership) -> None:
         self._ctx, self._current, self._log, self._membership = ctx, current, log, membership
-        ctx.net.serve(AskEntries.KIND, self._entries)
         ctx.net.serve(AskGradient.KIND, self._gradient)
-        ctx.net.serve(AskSeal.KIND, self._seal)
-
-    async def _entries(self, sender: PeerId, payload: bytes) -> bytes:
-        """Answer with the entries of this step or of a kept earlier step; none for any other step."""
-        ask, state = AskEntries.unpack(payload), self._current.state
-        if (ask.step, ask.lineage) == (state.step, state.lineage):
-            abstains = self._ctx.net.peer_id in state.builder.abstaining(self._ctx.roster.own.stage)
-            return Entries(step=state.step, own=state.attested, tied=state.tied, abstains=abstains).pack()
-        applied, record = self._log.applied(sender, ask.step, ask.lineage)
-        if record is None:
-            return Entries(step=state.step).pack()
-        return Entries(step=state.step, applied=applied, product=record.product, record=record.hash).pack()
 
     async def _gradient(self, sender: PeerId, payload: bytes) -> bytes:
         """Answer with a gradient's manifest. Raises ProtocolError for a peer of another stage, unless for the part tied
@@ -399,7 +373,3 @@ class Answers:
         if ask.tied:
             return await self._log.tied_manifest(sender, ask.round, state.gradient, state.other)
         return await self._log.manifest(sender, ask.round, state.gradient)
-
-    async def _seal(self, sender: PeerId, payload: bytes) -> bytes:
-        ask, seal = AskSeal.unpack(payload), self._current.state.announced
-        return seal.pack() if seal is not None and (seal.step, seal.lineage) == (ask.step, ask.lineage) else b""

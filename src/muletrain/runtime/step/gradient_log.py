@@ -12,18 +12,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from muletrain.network.base import Channel
+from muletrain.runtime.core.times import KEPT_S
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.averaging.mean_gradient import MeanGradient, TiedPart
-    from muletrain.runtime.averaging.messages import RoundEntry
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.row import RoundEntry
     from muletrain.runtime.step.record import StepRecord
     from muletrain.runtime.step.record_builder import RecordBuilder
     from muletrain.runtime.transfer.blocks import StateImage
 
-KEPT_S = 60.0
-"""Seconds after the last sign of a replica that catches up, in which gradients are kept for that replica."""
 MAX_STEPS = 512
 """Most steps to keep."""
 

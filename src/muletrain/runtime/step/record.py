@@ -19,7 +19,7 @@ from muletrain.runtime.core.branches import branch_of, hashed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.runtime.averaging.messages import ShardFacts
+    from muletrain.runtime.members.row import ShardFacts
 
 
 def round_id(

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from muletrain.errors import ProtocolError
-from muletrain.runtime.averaging.messages import RoundEntry
+from muletrain.runtime.members.row import RoundEntry
 from muletrain.runtime.step.record import StageEntry, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from muletrain.clock import Clock
-    from muletrain.policy.deadline import Usual
-    from muletrain.runtime.step.messages import TiedEntry
+    from muletrain.policy.deadline import Deadline
+    from muletrain.runtime.members.row import TiedEntry
 
 _FACTS = tuple(name for name in RoundEntry.model_fields if name not in ("holder", "without", "shards"))
 """The fields of an entry, beside the shards, that all holders of a round share."""
@@ -100,8 +100,8 @@ class RecordBuilder:
     """hash(R_{t-1})"""
     live: LiveReplicas
     clock: Clock
-    usual: Usual
-    """How long rounds take."""
+    patience: Deadline
+    """How long steps take."""
     tied: tuple[int, ...] = ()
     """The two stages that share parameters, if any."""
     news: Counter[int] = field(default_factory=Counter)
@@ -284,7 +284,7 @@ class RecordBuilder:
         if voters <= attesting:
             possible, patience_s = whole, UNDECIDED_S
         else:  # a long silent voter may never attest; but fewer than half do not speak for the rest
-            possible, patience_s = held_by_half(whole, voters), self.usual.seconds()
+            possible, patience_s = held_by_half(whole, voters), max(UNDECIDED_S, self.patience.seconds())
         if most or not possible:
             self._undecided.pop(stage, None)
         elif self.clock.now() - self._undecided.setdefault(stage, self.clock.now()) >= patience_s:

@@ -12,8 +12,8 @@ from muletrain.errors import MuletrainError
 from muletrain.events import AveragingFailed, RoundGivenUp
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.averaging.mean_gradient import MeanGradient, fetch_gradient, tied_content
-from muletrain.runtime.averaging.messages import RoundEntry
 from muletrain.runtime.averaging.rounds import Round, RoundFailed
+from muletrain.runtime.members.row import RoundEntry
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.company import LeftOut
 from muletrain.runtime.step.record_builder import same_facts
@@ -25,16 +25,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.averaging.messages import ShardFacts
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.leaving import Departure
+    from muletrain.runtime.members.row import Seal, ShardFacts
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.agreement import RoundAgreement
     from muletrain.runtime.step.company import Company
     from muletrain.runtime.step.exchange import Exchange
-    from muletrain.runtime.step.messages import Seal
     from muletrain.runtime.step.reruns import Deadlines, Reruns
     from muletrain.runtime.step.state import StepState
     from muletrain.runtime.transfer.blocks import Downloader
@@ -192,12 +191,13 @@ class Reduction:
             self._company.note_overdue(m for m in without if alive(m))
         self._rivals = others
         state.attested = entry.model_copy(update={"holder": me, "without": tuple(sorted(without))})
+        state.changed()
         builder.add(state.attested)
         ctx.spawn(ctx.tell(ctx.roster.everyone(), state.attested), "entry")  # a frozen peer must not hold us up
 
     async def ask_entries(self) -> None:
         """Ask for round entries while we wait for the record."""
-        await self._exchange.ask_entries()
+        await self._exchange.ask_everyone()
         self._give_way()
 
     def look_back(self) -> None:
@@ -301,7 +301,7 @@ class Reduction:
                 failed += 1
                 if failed > 1:  # each attempt sends the whole gradient
                     await self._pause(backoff_s(failed - 2, FAILED_S, FAILED_MAX_S))
-                await self._exchange.ask_holders()
+                await self._exchange.ask_replicas(live=True)
             except LeftOut:
                 await self._agreement.look_on()
         raise MuletrainError(

@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from muletrain.policy.cover import Cover
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.messages import Progress
+    from muletrain.runtime.members.row import Row, Seal
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.step.company import Company
     from muletrain.runtime.step.exchange import Exchange
-    from muletrain.runtime.step.messages import Seal
     from muletrain.runtime.step.state import StepState
 
 AGAIN_S = 30.0
@@ -147,7 +146,7 @@ class Reruns:
             await self._tell_newcomers()
             await self._pause(pause, self._ctx.clock.now() - begin)
 
-    async def _follow(self, answers: dict[PeerId, Progress]) -> None:
+    async def _follow(self, answers: dict[PeerId, Row]) -> None:
         """Raises Behind if a replica has gone on."""
         for peer, progress in answers.items():
             if progress.beyond(self._state.step) and await self._exchange.went_on(peer):
@@ -193,7 +192,7 @@ class Reruns:
             f"step {self._state.step + 1}: {len(gaps)} missing microbatches were not run again; {ctx.who_is_there()}"
         )
 
-    async def _ask_replicas(self) -> dict[PeerId, Progress]:
+    async def _ask_replicas(self) -> dict[PeerId, Row]:
         ctx = self._ctx
         return await ctx.detector.ask_all(ctx.roster.replicas(), self._state.lineage, self._state.step)
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.averaging.messages import Reduced, Shard
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.leaving import Departure
+    from muletrain.runtime.members.row import Row
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.exchange import Rivals
@@ -59,6 +60,7 @@ class StepRunner:
         self._deadlines, self._observed, self._standing = Deadlines(), Observed(), Standing()
         self._weights = bytes(32)
         """Digest of our weights."""
+        ctx.detector.add_reader(self)
         self.not_finite = ""
         """Name of the first parameter of our stage with a non-finite gradient in the last step; '': there is none."""
         self._begin()
@@ -100,6 +102,15 @@ class StepRunner:
         """See ``core.waiting.Waiter``."""
         return self._ctx.who_is_there()
 
+    def known(self, peer: PeerId, lineage: bytes, step: int) -> int:
+        """See ``members.detector.Reader``."""
+        return self.exchange.known(peer) if (step, lineage) == (self.state.step, self.state.lineage) else 0
+
+    def hear(self, peer: PeerId, lineage: bytes, step: int, row: Row) -> None:
+        """See ``members.detector.Reader``."""
+        if (step, lineage) == (self.state.step, self.state.lineage) and self.state.current:
+            self.exchange.hear(peer, row)
+
     def expects_chunk(self, sender: PeerId, message: Shard | Reduced, tensors: list[Encoded]) -> None:
         """Check a chunk before reading. Raises ProtocolError."""
         self.state.averager.expects(sender, message, tensors)
@@ -116,7 +127,11 @@ class StepRunner:
     async def meet(self, *, sure: bool) -> None:
         """We were away: ask replicas about this step. Raises Behind if the replicas have gone on, or if most have
         another history, unless we are ``sure`` of our history: then the replicas lied."""
-        answers, step, applied = await self.exchange.ask_holders(), self._position.step, self._position.applied
+        answers, step, applied = (
+            await self.exchange.ask_replicas(live=True),
+            self._position.step,
+            self._position.applied,
+        )
         if sure:
             return
         others = [h for h in answers if h.step == step and h.lineage not in (b"", applied)]

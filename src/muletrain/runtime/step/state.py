@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.policy.deadline import Deadline, Usual
     from muletrain.runtime.averaging.mean_gradient import MeanGradient, TiedPart
-    from muletrain.runtime.averaging.messages import RoundEntry
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.row import RoundEntry, Seal, TiedEntry
     from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.step.messages import Seal, TiedEntry
     from muletrain.runtime.step.record_builder import Attested
 
 MAX_ATTEMPTS = 40
@@ -40,13 +39,15 @@ class StepState:
         self.step, self.lineage = position.step, position.lineage
         tied = () if ctx.plan.tied is None else ctx.plan.tied.stages
         self.builder = RecordBuilder(
-            self.step, self.lineage, ctx.plan.stages, position.applied, ctx.roster, ctx.clock, usual, tied
+            self.step, self.lineage, ctx.plan.stages, position.applied, ctx.roster, ctx.clock, patience, tied
         )
         self.averager = Averager(ctx, self, usual)
         self.gradient: MeanGradient | None = None
         """The stage's whole mean gradient, once this peer has the gradient."""
         self.attested: RoundEntry | None = None
         """The round that we announced to hold."""
+        self.version = 0
+        """Version of our statements (``Row.version``); 0: there are none."""
         self.other: TiedPart | None = None
         """The part of another stage's gradient for the shared parameters, once this peer has the part."""
         self.tied: TiedEntry | None = None
@@ -83,7 +84,8 @@ class StepState:
         self._loaded = True
         if before is None:
             return
-        self.seals, self.announced = dict(before.seals), before.announced
+        self.seals, self.announced, self.version = dict(before.seals), before.announced, before.version
+        self.changed()
         for member, seal in self.seals.items():
             self._views[member].add(frozenset(seal.members))
         if before.gradient is not None and not self._ctx.plan.alone:  # alone, the gradient was the accumulator
@@ -94,6 +96,10 @@ class StepState:
     def hold(self, gradient: MeanGradient) -> None:
         """Note that this peer has the stage's whole ``gradient``."""
         self.gradient, self.work.reduced = gradient, True
+
+    def changed(self) -> None:
+        """Our statements have changed. Versions grow with time, so those of a peer that begins anew are higher."""
+        self.version = max(self.version + 1, int(1e6 * self._ctx.clock.now()))
 
     @property
     def current(self) -> bool:
@@ -159,6 +165,7 @@ class StepState:
         if attempt <= self._aside.get(me, -1):
             return None
         self.hear_abstention(me, attempt)
+        self.changed()
         return attempt
 
     # What follows from it ---------------------------------------------------------------------------------------------

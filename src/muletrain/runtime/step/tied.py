@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from muletrain.optim.tied import product
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.averaging.mean_gradient import fetch_tied
-from muletrain.runtime.step.messages import TiedEntry
+from muletrain.runtime.core.times import PAUSE_MAX_S, PAUSE_S
+from muletrain.runtime.members.row import TiedEntry
 
 if TYPE_CHECKING:
     import asyncio
@@ -19,13 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.runtime.averaging.mean_gradient import MeanGradient
-    from muletrain.runtime.averaging.messages import RoundEntry
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.row import RoundEntry
     from muletrain.runtime.step.state import StepState
     from muletrain.runtime.transfer.blocks import Downloader
-
-PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
-"""Seconds between two tries to take the other stage's part from holders; doubles."""
 
 
 class TiedSum:
@@ -79,6 +77,7 @@ class TiedSum:
             rounds = first.round, second.round
             state.tied = TiedEntry(lineage=state.lineage, step=state.step, rounds=rounds, product=found)
             self._stated = own.entry, theirs
+            state.changed()
             state.builder.add_tied(ctx.net.peer_id, state.tied)
             ctx.spawn(ctx.tell(ctx.roster.everyone(), state.tied), "tied entry")
         ctx.news.touched()

@@ -31,7 +31,8 @@ from muletrain.errors import (
 from muletrain.locks import Lock, lock
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.core.disk import Disk, check_room
-from muletrain.runtime.transfer.blocks import DTYPES, LANES, MANIFEST_S, Manifest, StateImage, block_size
+from muletrain.runtime.core.times import CALL_S, LONGEST_S
+from muletrain.runtime.transfer.blocks import DTYPES, LANES, Manifest, StateImage, block_size
 from muletrain.runtime.transfer.messages import MAX_RUN, AskBase, BaseBlock
 from muletrain.runtime.transfer.tokens import FilePartial
 from muletrain.units import format_memory
@@ -57,12 +58,8 @@ TIMES = 4
 """Number of times that one taker may have a part from one giver: links break."""
 SEND_S = 60.0
 """Seconds for a taker to take a block."""
-CALL_S = 30.0
-"""Seconds for a giver to confirm the sending of blocks."""
 STALLED_S = 120.0
 """Seconds without a block from one giver, after which the taker asks other givers for its blocks."""
-LONGEST_S = 600.0
-"""Seconds without a block and without a busy giver, after which the taker gives up."""
 PAUSE_S, PAUSE_MAX_S = 1.0, 20.0
 """Seconds between two rounds of questions, at first and at most; doubles."""
 BYTES_PER_S = 2.5e6
@@ -409,7 +406,7 @@ class BaseTaker:
         digest = self.store.digests[part]
         for giver in givers:
             try:
-                packed = await self.net.call(giver, AskBase.KIND, AskBase(digest=digest).pack(), timeout_s=MANIFEST_S)
+                packed = await self.net.call(giver, AskBase.KIND, AskBase(digest=digest).pack(), timeout_s=CALL_S)
                 if blake3(packed).digest() != digest:
                     continue
                 manifest = Manifest.unpack(packed)

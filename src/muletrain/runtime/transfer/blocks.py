@@ -27,6 +27,7 @@ from muletrain.errors import DeadlineExceeded, Malformed, NetworkError, PeerUnre
 from muletrain.network.base import Channel
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.core.messages import Message, Natural, Text
+from muletrain.runtime.core.times import CALL_S, LONGEST_S
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskManifest, Block
 from muletrain.wire.codec import MAX_DIMENSIONS, RAW, Encoded, decode_raw
@@ -49,14 +50,8 @@ LANES = 2
 """Calls in progress with one donor: while one run of blocks arrives, the next is requested."""
 HASHED_AT_ONCE = 16 << 20
 """Bytes hashed in one job: quantising shares the thread and must not wait long."""
-MANIFEST_S = 60.0
-"""Seconds for a donor to answer with a manifest: a bound for a dead donor, not for a large copy."""
-CALL_S = 30.0
-"""Seconds for a donor to confirm the sending of blocks."""
 LOOK_S = 0.1
 """Shortest pause between two checks for new blocks [s]."""
-LONGEST_S = 600.0
-"""Seconds without any block, after which a live donor counts as having given up."""
 _TYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
 
@@ -261,7 +256,7 @@ class Downloader:
         ctx, ask = self.ctx, AskManifest(digest=digest).pack()
         for donor in donors:
             try:
-                packed = await ctx.net.call(donor, AskManifest.KIND, ask, timeout_s=MANIFEST_S)
+                packed = await ctx.net.call(donor, AskManifest.KIND, ask, timeout_s=CALL_S)
             except Refused:  # the donor answers, so the donor is well
                 continue
             except NetworkError as e:

@@ -16,6 +16,7 @@ from muletrain.events import TransferFailed
 from muletrain.policy.deadline import backoff_s
 from muletrain.policy.recent import Debts
 from muletrain.runtime.core.branches import branch_of
+from muletrain.runtime.core.times import CALL_S, KEPT_S, PAUSE_MAX_S, PAUSE_S
 from muletrain.runtime.transfer.blocks import LANES, Download, Downloader, StateImage
 from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskManifest, AskSnapshot, Snapshot
 
@@ -35,8 +36,6 @@ MAX_COPIES = 3
 """Copies kept at once: the newest copy, a copy that a taker is still downloading, and a checkpoint's part."""
 HEADERS = 1 << 16
 """Bytes of a state beside the tensors."""
-KEPT_S = 60.0
-"""Seconds after the last request for a copy, until the copy is dropped."""
 BUSY_S = 10.0
 """Seconds after the last request for a copy, for which the copy counts as being downloaded."""
 MAX_RUNS, ALL_RUNS = 2 * LANES, 256
@@ -48,14 +47,10 @@ MAX_DRAWN = 4096
 """Pairs of taker and copy whose downloads are counted; beyond that, dropped copies are forgotten."""
 COPYING, COPYING_S = 0.1, 20.0
 """Share of our time spent on making copies for one taker, and most such seconds at once."""
-CALL_S = 60.0
-"""Seconds for a donor to make an offer: a bound for a dead donor, not for a large state."""
 SETTLE_S, SETTLE_TRIES = 0.02, 500
 """Seconds between two checks whether an update has been applied, and the number of checks."""
 ROUNDS = 20
 """Rounds in which a taker asks all donors before giving up."""
-PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
-"""Seconds between two such rounds, at first and at most; doubles."""
 
 
 @dataclass
