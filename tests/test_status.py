@@ -18,15 +18,15 @@ import pytest
 from rich.console import Console
 
 from muletrain.cli.actions.visit import ask_to_stop, found_run, show_status, stop_run, ticket_of
-from muletrain.cli.show.status import Announced, status_of
+from muletrain.cli.show.status import Announced, announced_by, status_of
 from muletrain.clock import LoopClock
 from muletrain.errors import MuletrainError, PeerUnreachable
-from muletrain.events import EventLog, RunFinished, StepDone
+from muletrain.events import EventLog, RunFinished, StepDone, Validated
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.folder import held
 from muletrain.runs.join.removal import CALL_TIMEOUT_S, Listed, Members, serve_members, serving
 from muletrain.runs.join.ticket import Ticket
-from muletrain.runs.view import Pace
+from muletrain.runs.view import Pace, RunView
 from muletrain.runs.worker_files import LEFT, OWNER_FILE, PROTOCOL, STOP_FILE, TICKET_FILE
 from muletrain.runtime.peer.messages import LOADING, StopRun
 from muletrain.runtime.peer.reporting import Shown
@@ -401,3 +401,14 @@ def test_the_announced_loss_is_as_smooth_as_that_of_the_terminal() -> None:
         announces.fold(event, whole=step > 1)
     assert announces.loss / announces.weight == pytest.approx(pace.loss)
     assert announces.tokens / announces.seconds == pytest.approx(50)
+
+
+def test_figures_that_are_not_finite_hide_no_peer_of_this_machine() -> None:
+    view = RunView()
+    first, joined, *_ = played(peers=1, stages=1, steps=2)
+    view.fold(first)
+    view.fold(joined)
+    view.fold(StepDone(step=1, loss=math.nan, grad_norm=math.nan, lr=1, tokens=9, duration_s=1, lineage=""))
+    view.fold(Validated(step=1, loss=math.nan, perplexity=math.nan, tokens=1))
+    (peer,) = announced_by(view, 0.0)
+    assert (peer.step, peer.loss, peer.heldout_loss, peer.heldout_step) == (1, None, None, 1)

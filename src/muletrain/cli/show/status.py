@@ -120,11 +120,12 @@ def _table(peers: Sequence[Announced], at: Announced) -> Table:
 
 def announced_by(view: RunView, now: float) -> list[Announced]:
     """The state of a run whose events are here, at the wall time ``now`` [s], as its members would announce it."""
-    figures = {"loss": view.pace.loss, "tokens_per_s": view.pace.tokens_per_s(now)}
+    measured = view.validated[max(view.validated)] if view.validated else None
+    heldout = math.nan if measured is None else measured.loss
+    figures = {"loss": view.pace.loss, "tokens_per_s": view.pace.tokens_per_s(now), "heldout_loss": heldout}
     run: dict[str, Any] = {key: value for key, value in figures.items() if math.isfinite(value)}
     run |= {"step": view.step, "steps": view.steps, "stages": max(1, len(view.stages()))}
-    if view.validated:
-        run |= {"heldout_step": max(view.validated), "heldout_loss": view.validated[max(view.validated)].loss}
+    run |= {} if measured is None else {"heldout_step": measured.step}
     lost = [p for p in view.peers.values() if p.lost and p.state != "replaced"]
     run["down"] = [{"id": p.peer_id or p.name, "name": p.name, "stage": max(0, p.stage)} for p in lost[-SHOWN_DOWN:]]
     read = list[Announced | None]()
