@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from muletrain import events as ev
 
@@ -76,6 +76,16 @@ def played(
             path = f"runs/played/checkpoints/step-{step:08d}"
             yield ev.CheckpointWritten(t=t, peer=names[0], step=step, path=path, bytes=15_600_000_000, seconds=31.0)
             yield ev.Validated(t=t, peer=names[0], step=step, loss=loss + 0.1, perplexity=math.exp(loss), tokens=65536)
+
+
+def prepared(t: float, **changes: Any) -> ev.RunPrepared:
+    """The first event of a command."""
+    text: dict[str, Any] = {"data": "pydoc", "documents": {}, "changes": [], "unit": "tokens", "train": 1, "heldout": 1}
+    sizes: dict[str, Any] = {"steps": 12, "first_step": 0, "taken": 1, "epochs": 1.0, "model": "m", "start": "seed 0"}
+    how: dict[str, Any] = {"params": 1, "trained_params": 1, "batch": 64, "microbatch": 1, "context": 2048}
+    how |= {"optimizer": "adamw", "lr": 3e-4, "warmup": 1, "schedule": "cosine", "final_lr": 0.1, "precision": "fp32"}
+    place: dict[str, Any] = {"strategy": "swarm", "stages": 1, "peers": 2, "devices": ["cpu"]}
+    return ev.RunPrepared(t=t, peer="summary", **{**text, **sizes, **how, **place, **changes})
 
 
 def _joined(name: str, stage: int, t: float) -> ev.PeerJoined:

@@ -14,6 +14,7 @@ from muletrain.config.schema import RunConfig
 from muletrain.data.corpus import absolute
 from muletrain.data.tokenizer import train_tokenizer
 from muletrain.errors import MuletrainError
+from muletrain.events import EventLog
 from tests.test_docs import parsed
 
 MY = """\
@@ -100,6 +101,24 @@ def test_what_is_fine_is_prepared_and_a_resumed_folder_stays(here: Path) -> None
     with pytest.raises(MuletrainError, match=expected), opened(Wanted(None, [], folder), "run") as (_, config):
         prepare(config)
     assert (folder / "config.toml").is_file()
+
+
+def test_a_run_that_fails_before_it_begins_leaves_no_folder(here: Path) -> None:
+    """An explicit resume of such a folder would begin anew. A log with a traceback is kept."""
+
+    def fails(wrote: str, folders: list[Path]) -> None:
+        with opened(Wanted(Path("my.toml"), []), "start") as (folder, _):
+            folders.append(folder)
+            with EventLog(folder / "one.jsonl", "one") as log:
+                log.note("port is taken", "error")
+            (folder / "one.log").write_text(wrote)
+            raise MuletrainError("port is taken")
+
+    for wrote in ("", "Traceback"):
+        folders = list[Path]()
+        with pytest.raises(MuletrainError, match="port is taken"):
+            fails(wrote, folders)
+        assert folders[0].exists() == bool(wrote)
 
 
 def test_resume_without_a_folder_takes_the_run_that_was_begun_or_resumed_last(

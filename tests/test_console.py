@@ -108,6 +108,16 @@ def test_the_speed_of_a_run_that_stands_still_goes_to_zero() -> None:
     assert math.isnan(fold([started()]).pace.tokens_per_s(5.0))
 
 
+def test_the_speed_counts_neither_a_wait_for_a_lost_peer_nor_the_end_of_a_step() -> None:
+    """The founder was lost for a quarter of an hour; a newcomer saw a tenth of its first step."""
+    view = fold([started(), *(done(step, seconds=900.0 if step == 5 else 1.0) for step in range(1, 10))])
+    assert view.pace.tokens_per_s() == pytest.approx(9 * 2000 / (8 + 3))
+    newcomer = fold([started(steps=200), done(118, seconds=0.1)])
+    assert "step 118/200  loss 5.000  ? tokens/s" in plain_line(newcomer)
+    newcomer.fold(done(119, seconds=1.0))
+    assert "2,000 tokens/s over 1 step" in plain_line(newcomer)
+
+
 def test_the_loss_is_smoothed_without_a_bias_at_the_start() -> None:
     assert fold([done(1, loss=6.0)]).pace.loss == pytest.approx(6.0)
     assert 4.0 < fold([done(1, loss=6.0), done(2, loss=4.0)]).pace.loss < 5.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import http.client
+import io
 import json
 import math
 import socket
@@ -16,10 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from rich.console import Console
 
+from muletrain import dashboard
 from muletrain import events as ev
+from muletrain.cli.actions.dashboard import print_folders
 from muletrain.cli.actions.played import Play
 from muletrain.cli.show.announcements import Announcements
+from muletrain.cli.show.comparison import FIGURES
+from muletrain.cli.show.final_report import final_report
 from muletrain.cli.show.status import Announced, Down
 from muletrain.dashboard import curve as curves
 from muletrain.dashboard.curve import Curve
@@ -34,9 +40,10 @@ from muletrain.dashboard.steering import steer
 from muletrain.errors import MuletrainError
 from muletrain.events import EventTail
 from muletrain.events.event import parse, parse_own
+from muletrain.runs.folder import held
 from muletrain.runs.view import RunView
 from muletrain.runs.worker_files import OWNER_FILE, STOP_FILE
-from tests.played_events import BEGIN_S, played, written
+from tests.played_events import BEGIN_S, later, played, prepared, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -103,21 +110,110 @@ def test_a_step_back_takes_its_steps_from_the_curve() -> None:
     assert page.marks[-1]["kind"] == "back"
 
 
-def test_a_resumed_run_goes_on_in_the_same_curve() -> None:
-    first = [*played(peers=2, stages=1, steps=6, planned=12)]
+@pytest.mark.parametrize("ended", ["in order", "killed", "killed, without a plan"])
+def test_a_resumed_run_goes_on_in_the_same_curve(ended: str) -> None:
+    """Also if ``kill -9`` left no last word, with another number of steps and other peers."""
+    first = [*played(peers=4, stages=1, steps=6, planned=12)]
     page = page_of(first)
-    page(ev.RunFinished(t=first[-1].t, peer="a", steps=6, seconds=1, reason="stopped"))
-    assert page.sections()["health"]["word"] == "stopped"
-    again = [e for e in played(peers=2, stages=1, steps=8, planned=12) if getattr(e, "step", 9) > 4]
-    for event in again:
-        page(
-            replace(event, first_step=4, t=event.t + 99)
-            if isinstance(event, ev.RunStarted)
-            else replace(event, t=event.t + 99)
-        )
+    if ended == "in order":
+        page(ev.RunFinished(t=first[-1].t, peer="a", steps=6, seconds=1, reason="stopped"))
+        assert page.sections()["health"]["word"] == "stopped"
+    page(ev.Validated(t=first[-1].t, peer="a", step=6, loss=1.0, perplexity=2.0, tokens=1))
+    if ended != "killed, without a plan":
+        page(prepared(first[-1].t + 9, steps=30, first_step=4))
+        assert page.sections()["health"]["word"] == "starting"
+    for event in played(peers=2, stages=1, steps=8, planned=30):
+        if getattr(event, "step", 9) > 4:
+            again = replace(event, t=event.t + 99)
+            page(replace(again, first_step=4, run_id="again") if isinstance(again, ev.RunStarted) else again)
+    sections = page.sections()
     assert [p.step for p in page.curve.points] == [*range(1, 9)]
-    assert page.sections()["head"]["tokens"] == 8 * 64 * 2048
-    assert page.sections()["health"]["word"] != "stopped"
+    assert (sections["head"]["step"], sections["head"]["steps"]) == (8, 30)
+    assert sections["head"]["tokens"] == 8 * 64 * 2048
+    assert sections["head"]["trained_s"] == pytest.approx(100, abs=10), "the time without processes does not count"
+    assert sections["health"]["word"] == "training"
+    assert sections["run"]["run_id"] == "again"
+    assert sections["heldout"] == [], "step 6 is taken again"
+    assert len(page.peers()) == 2, "the peers of earlier processes are no peers of the run"
+    assert any("run again: 30 steps" in mark["text"] for mark in page.marks)
+
+
+def test_the_configuration_on_the_page_has_the_decided_numbers() -> None:
+    """``train.epochs`` decides the steps; a file keeps the given number."""
+    page = RunPage("run", config={"train.steps": "300", "train.epochs": "1", "data.path": "x"})
+    page(prepared(1.0, steps=54))
+    assert page.sections()["run"]["config"] == {"train.steps": "54", "train.epochs": "1", "data.path": "x"}
+
+
+def test_the_throughput_of_an_ended_run_stays(tmp_path: Path) -> None:
+    events = [*played(peers=2, stages=1, steps=5, planned=9)]
+    now = events[-1].t + 500
+    view = RunView()
+    for event in events:
+        view.fold(event)
+    standing = view.pace.tokens_per_s(now)
+    view.fold(ev.RunFinished(t=events[-1].t, peer="a", steps=5, seconds=1, reason="stopped by the user"))
+    assert view.pace.tokens_per_s(now) == view.pace.tokens_per_s() > 2 * standing
+    done = RunView()
+    for event in played(peers=2, stages=1, steps=5):
+        done.fold(event)
+    assert done.pace.tokens_per_s(now) == done.pace.tokens_per_s(), "the model is measured: no step is overdue"
+
+
+def test_a_killed_run_is_dead_at_once(tmp_path: Path) -> None:
+    """The lock says so; only where it is unknown, the last event counts."""
+    now = time.time()
+    written(later(played(peers=2, stages=1, steps=5, planned=9), now - 55 - BEGIN_S), tmp_path)
+    source = FolderSource(tmp_path, lambda: False)
+    source.look()
+    assert source.page.sections()["health"]["word"] == "training", "a copied folder has no lock"
+    with held(tmp_path):
+        source.look()
+        assert source.page.sections()["health"]["word"] == "training"
+    source.look()
+    assert source.page.sections()["health"]["word"] == "dead"
+
+
+def test_runs_side_by_side_without_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For a server without a browser; the figures are the page's."""
+    one = written(played(peers=2, stages=1, steps=5), tmp_path / "one")
+    two = written(played(peers=4, stages=2, steps=6, planned=9), tmp_path / "two")
+    (two / "config.toml").write_text("[train]\nsteps = 9\n")
+    print_folders([one, two])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for expected in (
+        ["figure", "one", "two"],
+        ["health", "done", "dead"],
+        ["peers", "2", "4"],
+        ["train.steps", "1", "9"],
+    ):
+        assert expected in rows
+    assert any(row[:2] == ["loss", "[nats/token]"] for row in rows), "no markup"
+    named = (Path(dashboard.__file__).parent / "static" / "panels.js").read_text(encoding="utf-8")
+    assert all(f'["{name}", (r) =>' in named for name in FIGURES)
+
+
+def test_the_slow_peer_of_a_stage_and_the_busiest_stage_are_named() -> None:
+    """A peer that gets few microbatches is idle otherwise, so its shares alone say nothing. The busiest stage has the
+    figure of its cards, and on one machine no further one is called for."""
+    view = RunView()
+    for event in played(peers=4, stages=2, steps=6, planned=9):
+        if isinstance(event, ev.StepApplied):
+            slow, busy = event.peer == "frankfurt-3", 6.0 if event.stage else 3.0
+            work = {"forward_s": busy / 3, "backward_s": busy * 2 / 3, "averaging_s": 0.0, "apply_s": 0.0}
+            event = replace(event, **work, wait_s=10 - busy, microbatches=3 if slow else 30)
+        view.fold(event)
+    told = health(view, BEGIN_S + 65, Facts("", True, math.nan, 0, True)).remedy
+    assert told.startswith(
+        "frankfurt-3 is slow: a microbatch of stage 1 takes 2.0 s (virginia-1: 200 ms). Stage 1 is busy 60 % of the time, "
+        "stage 0 only 30 %"
+    )
+    assert "A further machine helps most there" in told
+    console = Console(file=io.StringIO(), width=200)
+    console.print(final_report(view, None, [], {}, tables=False))
+    assert "frankfurt-3 is slow: a microbatch of stage 1" in console.file.getvalue()  # type: ignore[attr-defined]
+    local = health(view, BEGIN_S + 65, Facts("runs/x", True, math.nan, 0, False)).remedy
+    assert "further machine" not in local
 
 
 def test_numbers_that_json_cannot_say_are_left_out() -> None:
@@ -354,7 +450,7 @@ def test_only_stop_and_kick_of_an_id_are_passed_on(tmp_path: Path, monkeypatch: 
     for action, peer in (("start", ""), ("kick", ""), ("kick", "--help"), ("kick", "a b; rm"), ("stop", "")):
         assert not asyncio.run(steer(folder, action, peer)).ok
     (folder / OWNER_FILE).touch()
-    monkeypatch.setattr("muletrain.dashboard.steering.TAKEN_S", 0.2)
+    monkeypatch.setattr("muletrain.runs.here.TAKEN_S", 0.2)
     done = asyncio.run(steer(folder, "stop", ""))
     assert (done.ok, "does not answer" in done.text) == (False, True), "no command runs there"
     assert not (folder / STOP_FILE).exists(), "nor does a later one end at once"

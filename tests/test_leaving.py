@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from muletrain.cli.show.status import Announced
+from muletrain.events import PeerDown, PeerLeft
+from muletrain.runs.training import Training
+from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.members.leaving import Departure
 from muletrain.runtime.members.roster import MAX_GONE, MAX_MEMBERS, Genesis, Member, Roster
 from muletrain.runtime.members.row import ShardFacts
@@ -15,6 +19,9 @@ from proofs.play import play
 from proofs.scenario import Fault, Scenario
 from proofs.verdict import LEFT, Outcome, readable
 from proofs.world import World
+
+if TYPE_CHECKING:
+    from muletrain.events import Event
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -89,6 +96,22 @@ def test_who_left_says_so_in_the_directory(monkeypatch: pytest.MonkeyPatch) -> N
         "peer-1a": False,
         "peer-1b": True,
     }
+
+
+def test_after_the_last_step_it_is_no_news_that_others_go() -> None:
+    """An ordered stop would end with an alarm, and how to reach the peer."""
+    told: list[Event] = []
+    life = Lifecycle()
+    of: Any = SimpleNamespace(
+        peer=SimpleNamespace(position=SimpleNamespace(life=life)),
+        _host=SimpleNamespace(log=SimpleNamespace(emit=told.append)),
+    )
+    down, left = PeerDown("vm", "no route to it is known"), PeerLeft("vm", "vm", 7)
+    Training._emit(of, down)
+    life.to(State.FINISHED)
+    Training._emit(of, down)
+    Training._emit(of, left)
+    assert told == [down, left]
 
 
 def test_all_of_a_stage_want_to_go_and_the_last_stays_and_says_so() -> None:

@@ -315,7 +315,8 @@ def test_addresses_that_lead_nowhere() -> None:
             with pytest.raises(PeerUnreachable, match=r": no route to it is known$"):
                 await a.connect([gone], timeout_s=5)
             with pytest.raises(
-                PeerUnreachable, match=f"^echo to {absent[-6:]}: no route to it is known; no member leads there"
+                PeerUnreachable,
+                match=f"^echo to {absent[-6:]}: no route to it is known; no member leads there, either, so it is probably gone",
             ):
                 await a.call(absent, "echo", b"", timeout_s=5)
             port = int(a.addresses()[0].split("/tcp/")[1].split("/")[0])

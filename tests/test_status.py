@@ -9,26 +9,33 @@ import math
 import os
 import re
 import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from rich.console import Console
 
-from muletrain.cli.actions.visit import ask_to_stop, show_status, stop_run
-from muletrain.cli.show.status import Announced, status_of
+from muletrain.cli.actions.visit import ask_to_stop, found_run, show_status, stop_run, ticket_of
+from muletrain.cli.show.status import Announced, announced_by, status_of
 from muletrain.clock import LoopClock
 from muletrain.errors import MuletrainError, PeerUnreachable
-from muletrain.events import EventLog, RunFinished
+from muletrain.events import EventLog, RunFinished, StepDone, Validated
 from muletrain.network.memory import MemoryHub
+from muletrain.runs.folder import held
 from muletrain.runs.join.removal import CALL_TIMEOUT_S, Listed, Members, serve_members, serving
 from muletrain.runs.join.ticket import Ticket
-from muletrain.runs.worker_files import LEFT, PROTOCOL
-from muletrain.runtime.peer.messages import StopRun
+from muletrain.runs.view import Pace, RunView
+from muletrain.runs.worker_files import LEFT, OWNER_FILE, PROTOCOL, STOP_FILE, TICKET_FILE
+from muletrain.runtime.peer.messages import LOADING, StopRun
+from muletrain.runtime.peer.reporting import Shown
 from tests.daemons import OWNER, SECRET, world
+from tests.played_events import played, prepared
 from tests.virtual import virtually
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
 
 def announced(**changes: object) -> bytes:
@@ -228,7 +235,9 @@ def test_a_stop_that_comes_as_the_run_ends_says_so() -> None:
                 return b""
 
             member.serve(StopRun.KIND, stops)
-            assert await ask_to_stop(visitor, "run")
+            assert await ask_to_stop(visitor, "run") == "in the run folder of the machine of a member"
+            await member.announce("run/peers", announced(name="c", collects=True), 60.0)
+            assert await ask_to_stop(visitor, "run") == "in the run folder of the machine of c"
             await member.close()
             assert not await ask_to_stop(visitor, "run"), "it is gone"
 
@@ -269,3 +278,137 @@ def test_many_peers_are_a_line_for_each_stage_unless_all_are_asked_for() -> None
         "--verbose lists each peer",
     ]
     assert sum("training" in line for line in whole.splitlines()) == 39
+
+
+def begun(folder: Path, steps: int = 0, command: str = "run") -> None:
+    """Write the events of a command that is at step ``steps`` of 9, with one peer; the owner's key is older."""
+    (folder / OWNER_FILE).touch()
+    with EventLog(folder / "summary.jsonl", "summary") as log:
+        log.emit(prepared(0.0, steps=9, command=command))
+    with EventLog(folder / "peer-0.jsonl", "peer-0") as log:
+        first, joined, *rest = played(peers=1, stages=1, steps=9)
+        log.emit(replace(first, run_id="one"))
+        log.emit(joined)
+        done = (e for e in rest if isinstance(e, StepDone))
+        for _ in range(steps):
+            log.emit(next(done))
+
+
+def test_status_and_stop_know_the_run_that_a_command_of_this_machine_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of one peer, which nobody can join, and while the command prepares; by the folder, too."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs") / "a"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").touch()
+
+    def said(act: Callable[[], None]) -> str:
+        act()
+        return " ".join(capsys.readouterr().out.split())
+
+    with held(folder):
+        for run in (None, str(folder)):
+            assert said(lambda run=run: show_status(run, json=False)) == (  # type: ignore[misc]
+                "training has not started: this machine prepares model and data"
+            )
+        assert said(lambda: stop_run(None)) == "the run in runs/a ends before its first step"
+        assert (folder / STOP_FILE).exists(), "the command finds it later"
+        (folder / STOP_FILE).unlink()
+        begun(folder, steps=4)
+        assert said(lambda: show_status(None, json=False)).startswith("step 4 of 9 loss")
+        show_status(str(folder), json=True)
+        told = json.loads(capsys.readouterr().out)
+        assert (told["step"], [p["age_s"] for p in told["peers"]]) == (4, [0.0])
+        taken = threading.Timer(0.5, lambda: (folder / STOP_FILE).unlink())
+        taken.start()
+        assert said(lambda: stop_run(None)) == (
+            "the run in runs/a ends after the current step, with a checkpoint in that folder"
+        )
+        monkeypatch.setattr("muletrain.runs.here.TAKEN_S", 0.2)
+        with pytest.raises(MuletrainError, match="runs/a: the command of the run does not answer"):
+            stop_run(str(folder))
+        with pytest.raises(MuletrainError, match="'run' with one peer has no ticket"):
+            ticket_of(found_run(None))
+        with pytest.raises(
+            MuletrainError, match=r"^runs/aa: no run folder, no ticket .*; the newest runs here: runs/a$"
+        ):
+            show_status("runs/aa", json=False)
+        other = Path("runs") / "b"
+        other.mkdir()
+        with held(other):
+            for act in (lambda: show_status(None, json=False), lambda: stop_run(None), lambda: found_run(None)):
+                with pytest.raises(MuletrainError, match="2 runs go on here: runs/a, runs/b; name one"):
+                    act()
+    with pytest.raises(MuletrainError, match="runs/a ended at step 4 of 9; go on: muletrain run --resume runs/a"):
+        show_status(str(folder), json=False)
+
+
+def test_machines_of_one_run_may_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a cluster; the command that began the run knows most, and one that joins has no ticket at first."""
+    monkeypatch.chdir(tmp_path)
+    folders = [Path("runs") / name for name in ("a-join", "b-start")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / TICKET_FILE).write_text(
+            str(Ticket("run", SECRET, OWNER.public, (f"/ip4/1.1.1.1/tcp/1/p2p/{folder}",)))
+        )
+    (folders[1] / "config.toml").touch()
+    with held(folders[0]), held(folders[1]):
+        assert found_run(None).folder == folders[1]
+
+
+def test_a_founder_that_was_killed_does_not_call_the_run_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others go on; a resume here would begin a second run."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs") / "a"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").touch()
+    begun(folder, steps=4, command="start")
+    (folder / TICKET_FILE).write_text(str(Ticket("run", SECRET, OWNER.public, ("/ip4/127.0.0.1/tcp/1/p2p/x",))))
+
+    def nobody(*_: object) -> None:
+        raise PeerUnreachable("nobody answers")
+
+    monkeypatch.setattr("muletrain.cli.actions.visit._told_by_members", nobody)
+    for run in (None, str(folder)):
+        with pytest.raises(MuletrainError) as told:
+            show_status(run, json=False)
+        assert "Other machines may train the run still: look there" in str(told.value)
+        assert str(told.value).endswith("only if no machine is left: muletrain start --resume runs/a")
+
+
+def test_a_peer_that_loads_its_stage_is_not_called_training_and_news_have_an_age() -> None:
+    peers = [
+        Announced.read("id-of-a", announced(name="a", stage=0, step=4), age_s=9.0),
+        Announced.read("id-of-b", announced(step=0, loss=None, tokens_per_s=None, state=LOADING)),
+    ]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(status_of([p for p in peers if p is not None], ()))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "step 4 of 10, 9 s ago  loss 4.500" in text
+    assert ["1", "b", "loading", "-", "0", "s", "ago"] in [line.split() for line in text.splitlines()]
+
+
+def test_the_announced_loss_is_as_smooth_as_that_of_the_terminal() -> None:
+    """And the speed does not count the first step, of which a newcomer sees only the end."""
+    pace, announces = Pace(), Shown()
+    for step, loss in enumerate((9.0, 3.0, 6.0, math.nan, 4.0), 1):
+        event = StepDone(
+            step=step, loss=loss, grad_norm=1, lr=1, tokens=100, duration_s=0.1 if step == 1 else 2, lineage=""
+        )
+        pace.fold(event)
+        announces.fold(event, whole=step > 1)
+    assert announces.loss / announces.weight == pytest.approx(pace.loss)
+    assert announces.tokens / announces.seconds == pytest.approx(50)
+
+
+def test_figures_that_are_not_finite_hide_no_peer_of_this_machine() -> None:
+    view = RunView()
+    first, joined, *_ = played(peers=1, stages=1, steps=2)
+    view.fold(first)
+    view.fold(joined)
+    view.fold(StepDone(step=1, loss=math.nan, grad_norm=math.nan, lr=1, tokens=9, duration_s=1, lineage=""))
+    view.fold(Validated(step=1, loss=math.nan, perplexity=math.nan, tokens=1))
+    (peer,) = announced_by(view, 0.0)
+    assert (peer.step, peer.loss, peer.heldout_loss, peer.heldout_step) == (1, None, None, 1)

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from muletrain.runs.folder import ROOT
-from muletrain.runs.join.ticket import read_ticket
+from muletrain.runs.join.ticket import PREFIX, read_ticket
 from muletrain.strategies import CHOICES, STRATEGIES
 
 if TYPE_CHECKING:
@@ -128,14 +128,22 @@ MachineName = Annotated[
     ),
 ]
 TICKET_VARIABLE = "MULETRAIN_TICKET"
-OwnTicket = Annotated[
+
+
+def _read_run(given: str | None) -> str | None:
+    """The ticket in an argument, in the named file or on standard input; else the path of a run folder as it is."""
+    folder = given is not None and given != "-" and not given.startswith(PREFIX) and not Path(given).is_file()
+    return given if folder else read_ticket(given)
+
+
+OneRun = Annotated[
     str | None,
     typer.Argument(
-        metavar="TICKET",
+        metavar="RUN",
         envvar=TICKET_VARIABLE,
-        callback=read_ticket,
-        help="Ticket, a file that contains it, or '-' for standard input. Without it, run the command in the folder "
-        "where 'start' or 'join' was called.",
+        callback=_read_run,
+        help="Run folder, ticket, a file that contains one, or '-' for standard input. Default: the run that goes on under runs/, if it "
+        "is only one.",
     ),
 ]
 

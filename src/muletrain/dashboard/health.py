@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from muletrain.runs.again import resuming
+from muletrain.runs.again import GOES_ON, resuming
 from muletrain.runs.view import GONE
 from muletrain.units import format_duration, plural
 
@@ -23,7 +24,7 @@ SKIPPED = 3
 AVERAGING = 0.4
 """Share of the peers' time above which averaging is what a step waits for."""
 CLEARLY = 1.1
-"""Times that a stage computes longer than the next one, from which it is named."""
+"""Times that a stage is busier than the next one, from which it is named."""
 
 
 class Health(NamedTuple):
@@ -61,7 +62,7 @@ def health(view: RunView, now: float, facts: Facts) -> Health:
         or _before(view, facts)
         or _lost(view, facts)
         or _troubled(view, now, facts)
-        or _training(view)
+        or _training(view, facts)
     )
 
 
@@ -88,7 +89,8 @@ def _silent(view: RunView, facts: Facts) -> Health | None:
     if facts.live:
         return None
     why = f"the run's command ended at step {view.step} without a last word"
-    return Health("dead", "bad", why, "Read the logs in the run folder, then resume.", _resume(facts))
+    remedy = f"Read the logs in the run folder. {GOES_ON.removesuffix(': ')}:" if facts.command == "start" else ""
+    return Health("dead", "bad", why, remedy or "Read the logs in the run folder, then resume.", _resume(facts))
 
 
 def _resume(facts: Facts) -> str:
@@ -136,7 +138,9 @@ def _troubled(view: RunView, now: float, facts: Facts) -> Health | None:
         )
     if speed < SLOW * facts.usual:
         why = f"{speed:,.0f} tokens/s, usually {facts.usual:,.0f}"
-        cause = f"No answer from {silent}." if silent else slowest(view) or "Look below where a step's time goes."
+        cause = (
+            f"No answer from {silent}." if silent else slowest(view, facts) or "Look below where a step's time goes."
+        )
         return Health("slow", "warn", why, cause)
     return None
 
@@ -146,26 +150,34 @@ def _silent_peers(view: RunView) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def slowest(view: RunView) -> str:
-    """A sentence about the largest part of a step: averaging, or the stage that computes most of the time."""
-    computing, averaging_s, all_s = dict[int, float](), 0.0, 0.0
+def slowest(view: RunView, facts: Facts) -> str:
+    """Sentences about the largest part of a step: a peer much slower than the others of its stage, averaging, or the
+    stage that is busy most of the time, as the peers' cards show it."""
+    busy, averaging_s, all_s = dict[int, float](), 0.0, 0.0
     for stage, peers in view.stages(present=True).items():
-        total_s = sum(peer.total_s for peer in peers)
-        averaging_s, all_s = averaging_s + sum(peer.averaging_s for peer in peers), all_s + total_s
-        if total_s:
-            computing[stage] = sum(peer.compute_s for peer in peers) / total_s
+        averaging_s, all_s = averaging_s + sum(p.averaging_s for p in peers), all_s + sum(p.total_s for p in peers)
+        if shares := [peer.busy for peer in peers if not math.isnan(peer.busy)]:
+            busy[stage] = statistics.fmean(shares)
+    slow = view.slow()
+    named = "".join(f"{clause}. " for clause in slow)
     if all_s and averaging_s > AVERAGING * all_s:
         share = 100 * averaging_s / all_s
-        return f"Averaging takes {share:.0f} % of a step: a larger train.batch helps, further machines do not."
-    ranked = sorted(computing.values(), reverse=True)
-    if len(ranked) < 2 or ranked[0] < CLEARLY * ranked[1]:
-        return ""
-    stage = max(computing, key=lambda s: computing[s])
-    return f"Stage {stage} computes {100 * ranked[0]:.0f} % of the time, the others wait for it: a further machine helps most there."
+        return f"{named}Averaging takes {share:.0f} % of a step: a larger train.batch helps, further machines do not."
+    ranked = sorted(busy, key=lambda s: -busy[s])
+    if len(ranked) < 2 or busy[ranked[0]] < CLEARLY * busy[ranked[1]]:
+        return named.strip()
+    first, second = ranked[:2]
+    # peers of one machine share its cores, so another process there computes nothing more
+    alone = facts.command == "run" and facts.folder
+    helps = "" if alone else " A further machine helps most there."
+    return (
+        f"{named}Stage {first} is busy {100 * busy[first]:.0f} % of the time, stage {second} only {100 * busy[second]:.0f} %: "
+        f"the other stages wait for stage {first}.{helps}"
+    )
 
 
-def _training(view: RunView) -> Health:
+def _training(view: RunView, facts: Facts) -> Health:
     silent = _silent_peers(view)
     if silent:
         return Health("training", "warn", f"no answer from {silent}; the others go on", "Nothing to do.")
-    return Health("training", "good", "every stage has a peer that answers", slowest(view))
+    return Health("training", "good", "every stage has a peer that answers", slowest(view, facts))

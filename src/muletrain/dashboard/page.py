@@ -32,6 +32,17 @@ PAST = 0.8
 """Weight of the past in recent figures: about the last five steps."""
 SECONDS = ("forward_s", "backward_s", "averaging_s", "apply_s", "wait_s")
 """Kinds of a step's time, as fields of ``StepApplied``."""
+DECIDED = {
+    "train.steps": "steps",
+    "train.batch": "batch",
+    "train.microbatch": "microbatch",
+    "optimizer.lr": "lr",
+    "optimizer.warmup": "warmup",
+    "compute.precision": "precision",
+    "fleet.stages": "stages",
+}
+"""Fields of a configuration that a run may decide differently (``train.epochs``, a resume), as fields of
+``RunPrepared``."""
 RECENT = 200
 """Steps over which the usual speed is measured."""
 
@@ -185,11 +196,20 @@ class RunPage:
         self._view.asides.clear()
 
     def _restart(self, event: ev.Event) -> None:
-        """A run that ended goes on in new processes: keep what was learned about its steps."""
-        if isinstance(event, ev.RunStarted) and self._view.finished is not None:
-            before, self._view = self._view, RunView(whole=self._whole)
+        """The run goes on in new processes, whether or not the old ones had a last word: keep the knowledge of its
+        steps. A command's first event is its plan; a folder that lacks that event still has the new processes' run id."""
+        before = self._view
+        if before.started is None or not isinstance(event, ev.RunPrepared | ev.RunStarted):
+            return
+        if isinstance(event, ev.RunPrepared) or event.run_id != before.started.run_id:
+            self._view = RunView(whole=self._whole)
             self._view.pace, self._view.validated = before.pace, before.validated
-            self.curve.cut(event.first_step)
+            self._cut(event.first_step)
+
+    def _cut(self, step: int) -> None:
+        """Steps after ``step`` will be taken again."""
+        self.curve.cut(step)
+        self._heldout = {of: row for of, row in self._heldout.items() if of <= step}
 
     def _take(self, event: ev.Event, news: bool) -> None:
         match event:
@@ -210,8 +230,7 @@ class RunPage:
                 for name in event.who:
                     self._view.ended(name, "killed by --chaos")
             case ev.SteppedBack() if news:
-                self.curve.cut(event.to)
-                self._heldout = {step: row for step, row in self._heldout.items() if step <= event.to}
+                self._cut(event.to)
             case ev.Validated() | ev.Evaluated():
                 self._heldout[event.step] = [event.step, round(event.t, 2), number(event.loss), self._view.pace.tokens]
             case ev.CheckpointWritten():
@@ -284,7 +303,7 @@ class RunPage:
         view = self._view
         usual = statistics.median(self._speeds) if len(self._speeds) >= 10 else math.nan
         live = True if past else self.live
-        command = self._prepared.command if self._prepared is not None else "run"
+        command = self._prepared.command if self._prepared is not None else "run" if self._whole else "start"
         facts = Facts(self.folder, live, usual, sum(self._skips), self.ticket, command)
         found: dict[str, Any] = {
             "head": self._head(now),
@@ -305,7 +324,9 @@ class RunPage:
     def _about(self) -> dict[str, Any]:
         started, prepared = self._view.started, self._prepared
         about: dict[str, Any] = {"name": self.name, "folder": self.folder, "whole": self._whole, "live": self.live}
-        about |= {"owned": self.owned(), "stops": self.stops(), "config": self.config, "loading": self.loading}
+        about |= {"owned": self.owned(), "stops": self.stops(), "loading": self.loading}
+        decided = {} if prepared is None else {key: str(getattr(prepared, name)) for key, name in DECIDED.items()}
+        about["config"] = {key: decided.get(key, value) for key, value in self.config.items()}
         if started is not None:
             keys = ("run_id", "steps", "stages", "params", "microbatches", "tokens_per_step", "first_step")
             about |= {key: getattr(started, key) for key in keys}

@@ -14,7 +14,8 @@ from muletrain import events as ev
 from muletrain.dashboard.health import SILENT_S
 from muletrain.dashboard.page import RunPage
 from muletrain.events import EventTail
-from muletrain.runs.folder import ROOT, is_held
+from muletrain.locks import Lock
+from muletrain.runs.folder import ROOT, lock_of
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ class FolderSource:
             self._heard_s = max(self._heard_s, event.t)
             with suppress(ValueError, KeyError, TypeError, AttributeError):  # a strange event must not hide the next
                 self.page(event)
-        live = time.time() - self._heard_s < SILENT_S or is_held(self._folder)
+        found = lock_of(self._folder)
+        live = found is Lock.TAKEN or (found is Lock.NONE and time.time() - self._heard_s < SILENT_S)
         if live != self.page.live:
             self.page.live = live
             self.page.version += 1

@@ -10,15 +10,14 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.dashboard.sources import steering_root
-from muletrain.runs.worker_files import OWNER_FILE, STOP_FILE, TICKET_FILE
+from muletrain.runs.here import ask_command
+from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 TIMEOUT_S = 90.0
 """Longest wait for a command."""
-TAKEN_S, POLL_S = 10.0, 0.1
-"""Longest wait until the run's command takes the file, and the time between two looks [s]."""
 ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{8,128}")
 """A peer's id; nothing else is passed on, above all no option."""
 
@@ -62,11 +61,11 @@ async def steer(folder: Path, action: str, peer_id: str) -> Done:
 
 async def _stop(folder: Path) -> Done:
     """Ask the command that trains the run."""
-    request = folder / STOP_FILE
-    request.touch()
-    for _ in range(int(TAKEN_S / POLL_S)):
-        if not request.exists():
-            return Done(True, "the run ends after the current step, with a checkpoint")
-        await asyncio.sleep(POLL_S)
-    request.unlink(missing_ok=True)
-    return Done(False, "the run's command does not answer; where it has ended, 'muletrain stop' asks the other members")
+    answer = await asyncio.to_thread(ask_command, folder)
+    if answer == "silent":
+        return Done(
+            False, "the run's command does not answer; where it has ended, 'muletrain stop' asks the other members"
+        )
+    return Done(
+        True, "the run ends after the current step, with a checkpoint" if answer == "taken" else "the run has ended"
+    )

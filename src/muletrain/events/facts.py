@@ -197,6 +197,10 @@ class StepApplied(Event):
     """Memory that the peer's process has after the step, of its device [bytes]; 0: unknown."""
 
 
+SMOOTHING = 0.9
+"""Weight of the past in a shown loss or speed: about the last ten steps."""
+
+
 class StepDone(Event):
     """The fleet finished a step; one peer writes this."""
 

@@ -92,7 +92,10 @@ class Ways:
             if self._port is None
             else f"TCP port {self._port} here"
         )
-        return f"no member leads there, either. If it is not gone, one of the two must be open to the other: open {port}, or one there"
+        return (
+            f"no member leads there, either, so it is probably gone. Only if it still trains, by the terminal there: neither of the two "
+            f"can be reached from outside, so open {port}, or one there"
+        )
 
     def doubt(self, peer: str) -> None:
         self._begin(peer, self._look)

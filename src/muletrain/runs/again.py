@@ -8,9 +8,16 @@ from muletrain.errors import MuletrainError
 from muletrain.events import RunPrepared, RunStarted, StepDone, SteppedBack, events_in
 from muletrain.runs.folder import ROOT, is_held, run_folder
 from muletrain.runs.view import Pace
+from muletrain.runs.worker_files import TICKET_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+GOES_ON = (
+    "Other machines may train the run still: look there ('muletrain status'), and join with a ticket of theirs ('muletrain ticket'). A "
+    "resume begins a second run from the newest checkpoint here; only if no machine is left: "
+)
+"""Advice about a run of several machines after the command of the first one was killed; a command follows."""
 
 
 def resuming(folder: Path | str, command: str) -> str:
@@ -32,14 +39,19 @@ def last_step(folder: Path) -> int:
     return pace.step
 
 
-def ended_early() -> str:
-    """A sentence about the newest run under ``ROOT`` if it ended before its last step: how to resume it; else empty."""
+def ended_early(path: Path = ROOT) -> str:
+    """A sentence about the run in ``path``, or else the newest one under ``path``, if it ended before its last step: how
+    to resume it; else empty."""
     try:
-        folder = run_folder(ROOT)
+        folder = run_folder(path)
     except MuletrainError:
         return ""
     prepared = next((e for e in reversed(events_in(folder, RunPrepared)) if isinstance(e, RunPrepared)), None)
     step = last_step(folder)
     if prepared is None or is_held(folder) or step >= prepared.steps:
         return ""
-    return f"{folder} ended at step {step} of {prepared.steps}; go on: {resuming(folder, prepared.command)}"
+    how = resuming(folder, prepared.command)
+    if not (folder / TICKET_FILE).exists():
+        return f"{folder} ended at step {step} of {prepared.steps}; go on: {how}"
+    # a command that ends in order removes the ticket
+    return f"{folder}: this machine's part ended without a last word at step {step} of {prepared.steps}. {GOES_ON}{how}"

@@ -85,16 +85,22 @@ def held(
         os.close(file)
 
 
-def is_held(folder: Path) -> bool:
-    """Does a process hold the run folder's lock?"""
+def lock_of(folder: Path) -> Lock:
+    """The run folder's lock as a process without it finds it: TAKEN: a command serves the run; HELD: it was free; NONE:
+    unknown."""
     try:
         file = os.open(folder / "lock", os.O_RDONLY)
     except OSError:
-        return False
+        return Lock.NONE
     try:
-        return lock(file, shared=True) is Lock.TAKEN
+        return lock(file, shared=True)
     finally:
         os.close(file)
+
+
+def is_held(folder: Path) -> bool:
+    """Does a process hold the run folder's lock?"""
+    return lock_of(folder) is Lock.TAKEN
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from muletrain.events import (
 )
 from muletrain.runs.again import resuming
 from muletrain.runs.asked import BY_SIGNAL, Asked
-from muletrain.runs.folder import DiskWatch
+from muletrain.runs.folder import DiskWatch, has_checkpoint, latest_checkpoint
 from muletrain.runs.metrics import Metrics
 from muletrain.runs.sampling import Sampling
 from muletrain.runs.view import RunView
@@ -251,7 +251,7 @@ class Session:
             return "\n" if by == signal.SIGINT else f"\n{by.name}: "
         if self.role != "join" and (self.folder / STOP_FILE).exists():
             (self.folder / STOP_FILE).unlink(missing_ok=True)
-            return "asked on the page: "
+            return "asked by 'muletrain stop' or on the page: "
         if (exceeded := self._limits.exceeded()) is None:
             return None
         self._paused = self._limits.paused
@@ -318,14 +318,20 @@ class Session:
         at = f"step {self.view.step} of {self.view.steps}"
         return f"stopped by the user at {at}, without a last checkpoint\n{self._command('from the newest one')}"
 
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint in the run folder, also of earlier processes; None: there is none."""
+        return self.checkpoint or (latest_checkpoint(self.folder) if has_checkpoint(self.folder) else None)
+
     def go_on(self) -> str:
         """The command that continues a run which ended early; empty: all steps are done, or this machine has no
         checkpoint."""
-        if self.checkpoint is None or self.view.step >= self.view.steps:
+        if self.newest is None or 0 < self.view.steps <= self.view.step:
             return ""
         if self.role != "join":
-            return self._command(f"after step {self.view.step} of {self.view.steps}")
-        if not self.checkpoint.is_dir():
+            at = f" of {self.view.steps}" if self.view.steps else ""
+            return self._command(f"after step {self.view.step}{at}")
+        if self.checkpoint is None or not self.checkpoint.is_dir():
             return ""
         return self._command(f"after step {int(self.checkpoint.name[5:13])}, with your own data.path")
 
@@ -396,9 +402,9 @@ class Session:
         self._tell_of_ended()
         codes = [code for name, code in self.fleet.exit_codes().items() if name not in self._clients]
         if all(code not in (0, EXIT_NO_CHECKPOINT, EXIT_SKIPPED) for code in codes) and not self.interrupted:
-            raise MuletrainError(
-                f"{self._reasons() or '; '.join(self._deaths) or 'no peer is left'}; logs: {self.folder}/*.log"
-            )
+            logs = any(log.stat().st_size for log in self.folder.glob("*.log"))
+            more = f"; logs: {self.folder}/*.log" if logs or self.view.started else ""
+            raise MuletrainError(f"{self._reasons() or '; '.join(self._deaths) or 'no peer is left'}{more}")
 
     def _can_begin(self, alive: list[str]) -> bool:
         """Can the run begin with our surviving peers? If some failed, the founder is told to wait only for the

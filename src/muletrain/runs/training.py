@@ -10,11 +10,12 @@ from muletrain.compute.base import WrappedCompute
 from muletrain.compute.probe import chip, used_memory
 from muletrain.compute.swap.swapped import SwappedCompute
 from muletrain.data.samples import HeldoutSamples, SampleSource
-from muletrain.events import ClientEnlisted, PeerJoined, PoolWorked, RunStarted, SampleReplaced, SlotWorked
+from muletrain.events import ClientEnlisted, PeerDown, PeerJoined, PoolWorked, RunStarted, SampleReplaced, SlotWorked
 from muletrain.runs.assemble import versions
 from muletrain.runs.join.admission import Admission, LiveMembers
 from muletrain.runs.worker_files import LEFT
 from muletrain.runtime.checkpoint.checkpointing import Book
+from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.peer.peer import Peer
@@ -133,7 +134,7 @@ class Training:
         self, seat: Seat, links: Network, compute: Compute, book: Book, joins: bool, back: StepBack | None
     ) -> Peer:
         host, facts, roster, cache, sharing = self._host, seat.facts, seat.roster, seat.cache, seat.sharing
-        plan, emit, draw = facts.plan(), host.log.emit, random.SystemRandom()
+        plan, emit, draw = facts.plan(), self._emit, random.SystemRandom()
         ctx = Context.at_stage(links, host.clock, compute, roster, plan, emit, Tasks(), draw, self._of_pool)
         ctx.chaos = self._points
         source = facts.source(cache) if cache is not None else None if sharing is None else sharing.source
@@ -160,6 +161,12 @@ class Training:
         if self._stopped:
             self.stop()
         return peer
+
+    def _emit(self, event: Event) -> None:
+        """Report an event. That others go at the end of the run is no news."""
+        ended = self.peer is not None and self.peer.position.life.state is State.FINISHED
+        if not (ended and isinstance(event, PeerDown)):
+            self._host.log.emit(event)
 
     def _unusable(self, sample: int, other: int, reason: str) -> None:
         """Report an unusable sample, once; ``data.on_error`` says whether the run ends after the step."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain import events as ev
+from muletrain.events.facts import SMOOTHING
+from muletrain.runs.worker_files import LEFT
 from muletrain.units import format_duration, plural, printable
 
 if TYPE_CHECKING:
@@ -26,14 +28,13 @@ BASE58 = re.compile(r"(?<!/)\b[1-9A-HJ-NP-Za-km-z]{6,64}\b")
 SENT_AWAY = frozenset({"expelled", "removed"})
 FINAL = SENT_AWAY | {"ended"}  # states without end: the last words of such a peer may come late
 GONE = FINAL | {"left", "replaced", "gone"}  # states of peers of which nothing more is to be expected
-SMOOTHING = 0.9
-"""Weight of the past in the shown loss: about the last ten steps."""
 WINDOW = 20
 """Steps over which speed is measured."""
 KNOWN = 3
 """Steps, the first one aside, from which the time of the next ones is estimated."""
 OUTLIER = 3.0
-"""A step counts as at most so many medians: one that waited for a lost peer says little about the next ones."""
+"""A step counts as at most so many medians: one that waited for a lost peer says little about the next ones. A peer is
+called slow that computes a microbatch in so many times of the fastest peer of its stage."""
 NAMED = 4
 """Most peers that a sentence names."""
 OVERDUE = 2.0
@@ -62,6 +63,8 @@ class Pace:
         """Steps that were done before the last step back."""
         self.end_s = -math.inf
         """Wall time at which the last step ended."""
+        self.over = False
+        """No further step is expected, so none is overdue."""
         self._begin_s = math.inf
         self._before_s = 0.0
         """Time of earlier processes that trained the run."""
@@ -78,7 +81,7 @@ class Pace:
         self._recent.clear()
         self._steady.clear()
         self.back_to(step)
-        self.left = step
+        self.left, self.over = step, False
 
     def back_to(self, step: int) -> None:
         """Go on after ``step``: later steps will be taken again."""
@@ -98,11 +101,13 @@ class Pace:
             loss = SMOOTHING * loss + (1 - SMOOTHING) * event.loss
             weight = SMOOTHING * weight + (1 - SMOOTHING)
         self._sums[event.step] = _Sums(loss, weight, before.tokens + event.tokens)
-        self.step = event.step
+        before_step, self.step = self.step, event.step
         if self._recent:
             self._steady.append(event.duration_s)
+        came_late = math.isinf(self._begin_s) and event.step > before_step + 1
         self._begin_s, self.end_s = min(self._begin_s, event.t - event.duration_s), max(self.end_s, event.t)
-        self._recent.append(event)
+        if not came_late:  # a newcomer saw only the end of its first step
+            self._recent.append(event)
         return True
 
     @property
@@ -126,9 +131,10 @@ class Pace:
         return self._before_s + max(0.0, self.end_s - self._begin_s)
 
     def tokens_per_s(self, now: float | None = None) -> float:
-        """Speed of the whole fleet over the last steps; NaN before the first step. ``now``: wall time [s]; once a step is
-        overdue, the time without one counts, too, so the speed of a run that stands still goes to zero."""
-        seconds = sum(e.duration_s for e in self._recent) + self._overdue_s(now)
+        """Speed of the whole fleet over the last steps, a wait for a lost peer aside; NaN before the first step. ``now``:
+        wall time [s]; once a step is overdue, the time without one counts, too, so the speed of a run that stands still
+        goes to zero."""
+        seconds = sum(_usual([e.duration_s for e in self._recent])) + self._overdue_s(now)
         return sum(e.tokens for e in self._recent) / seconds if seconds else math.nan
 
     @property
@@ -146,14 +152,19 @@ class Pace:
         step is overdue."""
         if len(self._steady) < KNOWN or self._overdue_s(now):
             return math.nan
-        most = OUTLIER * statistics.median(self._steady)
-        return max(0, steps - self.step) * statistics.fmean(min(seconds, most) for seconds in self._steady)
+        return max(0, steps - self.step) * statistics.fmean(_usual(self._steady))
 
     def _overdue_s(self, now: float | None) -> float:
         """Time since the next step should have ended [s]."""
-        if now is None or not self._recent:
+        if now is None or not self._recent or self.over:
             return 0.0
         return max(0.0, now - self.end_s - OVERDUE * max(e.duration_s for e in self._recent))
+
+
+def _usual(durations: Sequence[float]) -> list[float]:
+    """Each of the durations, or ``OUTLIER`` medians if that is less."""
+    most = OUTLIER * statistics.median(durations) if durations else 0.0
+    return [min(seconds, most) for seconds in durations]
 
 
 class SkipsView:
@@ -362,8 +373,8 @@ class PeerView:
     passed: int = 0
     """Microbatches that passed in rounds."""
     load_wait_s: float = 0.0
-    recent: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Of about the last ten steps: seconds at work, seconds, microbatches."""
+    recent: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    """Of about the last ten steps: seconds at work, seconds, microbatches, seconds of computing."""
     sent: dict[str, Counter[str]] = field(default_factory=dict)
     """Bytes by receiver (name if known) and traffic class."""
 
@@ -375,14 +386,20 @@ class PeerView:
     @property
     def busy(self) -> float:
         """Share of the last steps' time at work: computing, averaging, updating; NaN before the first step."""
-        work_s, total_s, _ = self.recent
+        work_s, total_s, _, _ = self.recent
         return work_s / total_s if total_s else math.nan
 
     @property
     def microbatches_per_s(self) -> float:
         """Over the last steps; 0 before the first."""
-        _, total_s, microbatches = self.recent
+        _, total_s, microbatches, _ = self.recent
         return microbatches / total_s if total_s else 0.0
+
+    @property
+    def microbatch_s(self) -> float:
+        """Time of computing one of the last microbatches, forward and backward [s]; 0 before the first."""
+        _, _, microbatches, compute_s = self.recent
+        return compute_s / microbatches if microbatches else 0.0
 
     def sent_bytes(self, kind: str | None = None) -> int:
         """Bytes sent, of one traffic class or of all."""
@@ -454,6 +471,19 @@ class RunView:
             if not (present and self._has_gone(peer)):
                 found.setdefault(peer.stage, []).append(peer)
         return found
+
+    def slow(self) -> list[str]:
+        """A clause about each slow peer (``OUTLIER``) of the last steps, the slowest first: such a peer gets few
+        microbatches, and is idle otherwise, so shares of time do not show it."""
+        found = list[tuple[float, str]]()
+        for stage, peers in self.stages(present=True).items():
+            each = {p.name: p.microbatch_s for p in peers if p.microbatch_s > 0}
+            fastest = min(each, key=lambda name: each[name], default="")
+            for name, seconds in each.items():
+                if seconds > OUTLIER * each[fastest]:
+                    times = f"{format_duration(seconds)} ({fastest}: {format_duration(each[fastest])})"
+                    found.append((-seconds, f"{name} is slow: a microbatch of stage {stage} takes {times}"))
+        return [clause for _, clause in sorted(found)][:NAMED]
 
     def gone(self) -> int:
         """Number of peers that are gone, and did not come back."""
@@ -631,9 +661,11 @@ class RunView:
         peer.averaging_s += event.averaging_s
         peer.apply_s += event.apply_s
         peer.wait_s += event.wait_s
-        worked_s, total_s, done = (SMOOTHING * before for before in peer.recent)
-        work_s = event.forward_s + event.backward_s + event.averaging_s + event.apply_s
-        peer.recent = worked_s + work_s, total_s + work_s + event.wait_s, done + event.microbatches
+        worked_s, total_s, done, computed_s = (SMOOTHING * before for before in peer.recent)
+        compute_s = event.forward_s + event.backward_s
+        work_s = compute_s + event.averaging_s + event.apply_s
+        total_s += work_s + event.wait_s
+        peer.recent = worked_s + work_s, total_s, done + event.microbatches, computed_s + compute_s
         for receiver, classes in event.sent.items():
             peer.sent.setdefault(receiver, Counter()).update(classes)
 
@@ -647,6 +679,7 @@ class RunView:
         if not self.pace.fold(event):
             return False
         self.missing, self.halted = [], ""
+        self.pace.over = 0 < self.steps <= self.step
         self._give_up()
         return True
 
@@ -684,5 +717,6 @@ class RunView:
 
     def _finish(self, event: ev.RunFinished) -> None:
         self.finished = event
+        self.pace.over = self.pace.over or event.reason != LEFT or not self.whole
         if event.peer in self.peers:
             self.peers[event.peer].state, self.peers[event.peer].lost = "finished", False

@@ -13,9 +13,10 @@ from muletrain.errors import MuletrainError
 from muletrain.runs.asked import Asked
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from muletrain.dashboard.sources import FolderSource
     from muletrain.network.libp2p import Libp2pNetwork
 
 LOOK_S = 5.0
@@ -34,12 +35,7 @@ def board_of(port: str | None, host: str) -> Dashboard | None:
 
 def show_folders(folders: Sequence[Path], board: Dashboard) -> None:
     """Show the runs in ``folders`` until a signal. Raises MuletrainError for a folder without a run."""
-    from muletrain.dashboard.sources import FolderSource
-    from muletrain.runs.folder import ROOT, run_folder
-
-    found = [_with_events(folder) for folder in folders] or [run_folder(ROOT)]
-    names = _distinct(found)
-    sources = [FolderSource(f, board.publisher.watched, n) for f, n in zip(found, names, strict=True)]
+    sources = _sources(folders, board.publisher.watched)
     board.pages.extend(source.page for source in sources)
     with board:
         for source in sources:
@@ -47,6 +43,26 @@ def show_folders(folders: Sequence[Path], board: Dashboard) -> None:
         _until_a_signal(board)
         for source in sources:
             source.stop()
+
+
+def print_folders(folders: Sequence[Path]) -> None:
+    """Print the runs in ``folders`` side by side. Raises MuletrainError for a folder without a run."""
+    from muletrain.cli.show.comparison import comparison
+    from muletrain.cli.show.console import make_console
+
+    sources = _sources(folders, lambda: False)
+    for source in sources:
+        source.look()
+    make_console().print(comparison([source.page for source in sources]))
+
+
+def _sources(folders: Sequence[Path], watched: Callable[[], bool]) -> list[FolderSource]:
+    """The runs in ``folders``, default: the newest one. Raises MuletrainError."""
+    from muletrain.dashboard.sources import FolderSource
+    from muletrain.runs.folder import ROOT, run_folder
+
+    found = [_with_events(folder) for folder in folders] or [run_folder(ROOT)]
+    return [FolderSource(f, watched, n) for f, n in zip(found, _distinct(found), strict=True)]
 
 
 def _with_events(folder: Path) -> Path:
@@ -83,13 +99,13 @@ def show_simulated(path: Path, hours: float, overrides: Sequence[str], board: Da
         thread.join(5.0)
 
 
-def show_members(ticket: str | None, board: Dashboard) -> None:
+def show_members(run: str | None, board: Dashboard) -> None:
     """Show the announcements of a run's members until a signal. Raises MuletrainError if no member answers."""
-    from muletrain.cli.actions.visit import announced, as_member, ticket_of
+    from muletrain.cli.actions.visit import announced, as_member, found_run, ticket_of
     from muletrain.cli.show.announcements import Announcements
     from muletrain.dashboard.page import RunPage
 
-    whole = ticket_of(ticket)
+    whole = ticket_of(found_run(run))
     page = RunPage(f"run {whole.run_id[:8]}", ticket=True)
     told = Announcements()
     wish = Asked()

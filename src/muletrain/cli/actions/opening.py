@@ -22,7 +22,7 @@ from muletrain.data.chat import resolved, with_format
 from muletrain.data.corpus import absolute
 from muletrain.data.shown import examples
 from muletrain.errors import CheckpointError, ConfigError, MuletrainError
-from muletrain.events import EventLog
+from muletrain.events import EventLog, RunStarted, events_in
 from muletrain.model.hf_hub import is_hub_name
 from muletrain.runs.asked import cleaned_up
 from muletrain.runs.folder import ROOT, held, new_run_folder, run_folder
@@ -78,6 +78,7 @@ def opened(wanted: Wanted, name: Literal["run", "start"]) -> Iterator[tuple[Path
         config = anchored(_chosen(given, plan, wanted.strategy, local=name == "run"))
     folder = new_run_folder(path.stem if path is not None else name) if resume is None else resume
     look_in(folder)
+    failed = False
     try:
         say = functools.partial(console.print, soft_wrap=True, markup=False)
         with held(folder, say=say), located(origins), cleaned_up():
@@ -86,13 +87,13 @@ def opened(wanted: Wanted, name: Literal["run", "start"]) -> Iterator[tuple[Path
             if resume is None:
                 save_config(folder, config)
             yield folder, config
+    except MuletrainError:
+        failed = True
+        raise
     finally:
-        if (
-            resume is None
-            and not any(folder.glob("*.jsonl"))
-            and not any(f.stat().st_size for f in folder.glob("*.log"))
-        ):
-            # no process began or failed: nothing worth keeping
+        begun = bool(events_in(folder, RunStarted)) if failed else any(folder.glob("*.jsonl"))
+        if resume is None and not begun and not any(f.stat().st_size for f in folder.glob("*.log")):
+            # no process began, or none had more to say than the error: nothing worth keeping
             shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):
                 ROOT.rmdir()  # unless other runs are in it

@@ -462,7 +462,7 @@ def report(session: Session, *, verbose: bool = False) -> None:
         "events": folder / "*.jsonl",
         "logs": folder / "*.log",
         **({} if session.board is None else {"tensorboard": session.board}),
-        **({} if session.checkpoint is None else {"checkpoint": session.checkpoint}),
+        **({} if session.newest is None else {"checkpoint": session.newest}),
     }
     commands = _next(session, evaluation)
     with suppress(OSError), (folder / REPORT).open("w", encoding="utf-8") as file:
@@ -475,9 +475,9 @@ def report(session: Session, *, verbose: bool = False) -> None:
 
 def _next(session: Session, evaluation: Quality | None) -> list[str]:
     """Commands that go on with the run, or use its model."""
-    if session.checkpoint is None or session.unlearned:
+    if session.newest is None or session.unlearned:
         return []
-    folder, checkpoint = session.folder, _readable(session.checkpoint)
+    folder, checkpoint = session.folder, _readable(session.newest)
     compressed = checkpoint is not None and checkpoint.spec.compression is not None
     own_loss = evaluation is not None and evaluation.own_loss
     commands = [how] if (how := session.go_on()) else []

@@ -7,22 +7,23 @@ import dataclasses
 import json as jsonlib
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muletrain.cli.show.console import make_console
-from muletrain.cli.show.status import Announced, Down, furthest, gone, state_of, status_of
+from muletrain.cli.show.status import Announced, Down, announced_by, furthest, gone, state_of, status_of
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError, PeerUnreachable, Refused
 from muletrain.events import RunFinished, RunStarted, events_in
 from muletrain.network.answers import NOT_SERVED
 from muletrain.runs.again import ended_early
 from muletrain.runs.folder import ROOT, held, temporary_folder
-from muletrain.runs.join.ticket import Ticket
-from muletrain.runs.worker_files import LEFT, OWNER_FILE, REMOVED_FILE, TICKET_FILE, write_secret
+from muletrain.runs.here import Found, ask_command, find, has_ended, state_in
+from muletrain.runs.join.ticket import PREFIX, Ticket
+from muletrain.runs.worker_files import OWNER_FILE, REMOVED_FILE, TICKET_FILE, write_secret
 from muletrain.units import plural, printable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from pathlib import Path
 
     from muletrain.network.base import Network
     from muletrain.network.identity import Key
@@ -35,18 +36,17 @@ ENDS_S, POLL_S = 2.0, 0.1
 """Longest wait for a run's last event once all members are gone, and the time between two looks [s]."""
 
 
-def show_status(ticket: str | None, *, json: bool, verbose: bool = False) -> None:
-    """Print the members' announcements in the directory; before training starts, the missing conditions. ``verbose``:
-    see ``status_of``. Raises MuletrainError if no member answers."""
+def show_status(run: str | None, *, json: bool, verbose: bool = False) -> None:
+    """Print the state of a run that this machine began alone by its events, else the members' announcements in the
+    directory; before training starts, the missing conditions. ``verbose``: see ``status_of``. Raises MuletrainError if
+    no member answers."""
     try:
-        whole = ticket_of(ticket)
-
-        async def look(network: Libp2pNetwork, run_id: str) -> tuple[list[Announced], list[Down], tuple[str, ...]]:
-            return await announced(network, whole)
-
-        peers, unheard, missing = asyncio.run(as_member(whole, look))
+        found = found_run(run)
+        peers, unheard, missing = _told_here(found) or _told_by_members(found)
     except MuletrainError as e:
-        if ticket is not None or not (how := ended_early()):
+        if run is not None and folder_of(run) is None:
+            raise
+        if not (how := ended_early(folder_of(run) or ROOT)):
             raise
         raise MuletrainError(f"{e}\n{how}") from None
     if json:
@@ -60,24 +60,66 @@ def show_status(ticket: str | None, *, json: bool, verbose: bool = False) -> Non
         make_console().print(status_of(peers, missing, unheard, verbose=verbose))
 
 
-def stop_run(ticket: str | None) -> None:
-    """Ask one member to stop the run. The request travels in the next step record, so all stop after the same step. A run
-    that ends meanwhile, or has ended, needs no stop."""
+Told = tuple[list[Announced], list[Down], tuple[str, ...]]
+"""Announcements, serving members without one, and before training starts the missing conditions."""
+
+
+def _told_here(found: Found) -> Told | None:
+    """The state of a run whose peers all report into this machine's folder; None: others know more."""
+    if found.preparing:
+        return [], [], ("this machine prepares model and data",)
+    if found.folder is None or not found.whole_here:
+        return None
+    view = state_in(found.folder)
+    if view.started is None:
+        return [], [], tuple(map(printable, view.missing)) or ("peers load the model and the data",)
+    return announced_by(view, time.time()), [], ()
+
+
+def _told_by_members(found: Found) -> Told:
+    whole = ticket_of(found)
+
+    async def look(network: Libp2pNetwork, run_id: str) -> Told:
+        return await announced(network, whole)
+
+    told: Told = asyncio.run(as_member(whole, look))
+    return told
+
+
+def stop_run(run: str | None) -> None:
+    """End a run in order: ask the command of this machine that began the run, or else one member, whose next step record
+    takes the request to all, so that all stop after the same step. A run that ends meanwhile, or has ended, needs no
+    stop."""
     try:
-        told = asyncio.run(as_member(ticket_of(ticket), ask_to_stop))
+        print(_stopped(found_run(run)))
     except MuletrainError:
-        if ticket is not None or not _own_has_ended():
+        if not _has_ended(folder_of(run)):
             raise
-        told = False
-    if told:
-        print(
-            "the run ends after the current step, with a checkpoint, which a member collects: 'start', unless it is gone"
-        )
-    else:
         print("the run has ended")
 
 
-async def announced(network: Libp2pNetwork, whole: Ticket) -> tuple[list[Announced], list[Down], tuple[str, ...]]:
+def _stopped(found: Found) -> str:
+    """The result of a stop, in words. Raises MuletrainError."""
+    if found.folder is None or not found.begun_here:
+        whole = ticket_of(found)
+        where = asyncio.run(as_member(whole, ask_to_stop))
+        return (
+            f"run {whole.run_id} ends after the current step, with a checkpoint {where}"
+            if where
+            else "the run has ended"
+        )
+    begun = not found.preparing and state_in(found.folder).started is not None
+    match ask_command(found.folder):
+        case "ended":
+            return "the run has ended"
+        case "silent":
+            raise MuletrainError(f"{found.folder}: the command of the run does not answer; is it suspended?")
+    if not begun:
+        return f"the run in {found.folder} ends before its first step"
+    return f"the run in {found.folder} ends after the current step, with a checkpoint in that folder"
+
+
+async def announced(network: Libp2pNetwork, whole: Ticket) -> Told:
     """The members' announcements, serving members without one, and before training starts the missing conditions."""
     from muletrain.runs.join.client import ask_missing, members_in
     from muletrain.runs.join.removal import serving
@@ -96,39 +138,42 @@ async def announced(network: Libp2pNetwork, whole: Ticket) -> tuple[list[Announc
     return sorted(present, key=lambda p: (p.stage, p.name, p.age_s)), unheard, tuple(map(printable, missing))
 
 
-async def ask_to_stop(network: Network, run_id: str) -> bool:
-    """Ask the members one by one until one takes the request. False: the run has ended, since all announced members are
-    gone, or serve the run no more. Raises MuletrainError if this is unknown."""
+async def ask_to_stop(network: Network, run_id: str) -> str:
+    """Ask the members one by one until one takes the request. Returns where the checkpoint will be, in words; empty: the
+    run has ended, since all announced members are gone, or serve the run no more. Raises MuletrainError if this is
+    unknown."""
     from muletrain.runtime.peer.messages import StopRun
 
     ended, problems = False, list[str]()
-    for peer, announced in sorted((await network.lookup(f"{run_id}/peers")).items()):
-        who = Announced.read(peer, announced)
+    told = sorted((await network.lookup(f"{run_id}/peers")).items())
+    read = {peer: Announced.read(peer, value) for peer, value in told}
+    for peer, who in read.items():
         try:
             await network.call(peer, StopRun.KIND, StopRun().pack(), timeout_s=STOP_TIMEOUT_S)
-            return True
         except NetworkError as e:
             if isinstance(e, PeerUnreachable) or (isinstance(e, Refused) and NOT_SERVED in e.why):
                 ended = True
                 continue
             problems.append(f"{peer[-6:] if who is None else who.name}: {e.why}")
+        else:
+            collects = [a.name for a in read.values() if a is not None and a.collects and not a.left]
+            return f"in the run folder of the machine of {collects[0] if collects else 'a member'}"
     if problems or not ended:
         raise MuletrainError(
             "; ".join(problems) or "no peer has announced itself yet; to end a run that waits, press Ctrl-C at 'start'"
         )
-    return False
+    return ""
 
 
-def _own_has_ended() -> bool:
-    """Do the events here say that the run of this machine has ended? Processes write that event last. If this machine
-    only left, the run may go on."""
+def _has_ended(folder: Path | None) -> bool:
+    """Does the run in ``folder``, default: this machine's newest one, end within ``ENDS_S``?"""
+    logs = _newest(TICKET_FILE) or _newest("*.jsonl")
+    newest = folder or (logs[-1].parent if logs else None)
     for _ in range(int(ENDS_S / POLL_S)):
-        logs = _newest(TICKET_FILE) or _newest("*.jsonl")
-        told = events_in(logs[-1].parent, RunStarted, RunFinished) if logs else []
-        if not told:
+        if newest is None or not events_in(newest, RunStarted, RunFinished):
             return False
-        if isinstance(told[-1], RunFinished):
-            return told[-1].reason != LEFT
+        if has_ended(newest):
+            return True
         time.sleep(POLL_S)
     return False
 
@@ -138,12 +183,12 @@ def _newest(file: str) -> list[Path]:
     return sorted(ROOT.glob(f"*/{file}"), key=lambda p: p.stat().st_mtime)
 
 
-def kick_peer(who: str, ticket: str | None) -> None:
+def kick_peer(who: str, run: str | None) -> None:
     """Remove a member for good, and replace the ticket. Raises MuletrainError if the owner's key is not here."""
     from muletrain.network.identity import Key
     from muletrain.runs.join.removal import remove
 
-    folder, given = _owned(ticket)
+    folder, given = _owned(run)
     with held(folder, OWNER_FILE, "another 'muletrain kick' is running here; try again when it is done"):
         owner, removed = Key.at(folder / OWNER_FILE), folder / REMOVED_FILE
         before = removed.read_text(encoding="utf-8").split() if removed.exists() else []
@@ -171,35 +216,44 @@ def kick_peer(who: str, ticket: str | None) -> None:
     print(f"the old ticket is void; the new one:\n\nmuletrain join {replaced}")
 
 
-def _owned(ticket: str | None) -> tuple[Path, Ticket]:
-    """The folder with the owner's key of ``ticket``'s run, or of the newest run. Raises MuletrainError."""
+def _owned(run: str | None) -> tuple[Path, Ticket]:
+    """The folder with the owner's key of the run that ``run`` names, and the run's ticket. Raises MuletrainError."""
     from muletrain.network.identity import Key
 
-    for path in reversed(_newest(OWNER_FILE)):
-        own = path.parent / TICKET_FILE
-        if ticket is None and own.exists():
-            return path.parent, Ticket.parse(own.read_text(encoding="utf-8"))
-        if ticket is not None and Key.at(path).public == Ticket.parse(ticket).owner:
-            return path.parent, Ticket.parse(ticket)
+    found = found_run(run)
+    ticket = ticket_of(found)
+    folders = [path.parent for path in _newest(OWNER_FILE)] if found.folder is None else [found.folder]
+    for folder in reversed(folders):
+        if (folder / OWNER_FILE).exists() and Key.at(folder / OWNER_FILE).public == ticket.owner:
+            return folder, ticket
     raise MuletrainError(
-        f"no owner's key of {'this' if ticket else 'a running'} run under {ROOT.resolve()}: remove peers on the machine, and in the "
-        f"folder, where 'muletrain start' (or 'run') was called"
+        f"no owner's key of this run under {ROOT.resolve()}: remove peers on the machine, and in the folder, where 'muletrain start' "
+        f"(or 'run') was called"
     )
 
 
-def own_ticket() -> str:
-    """The newest ticket under ``runs/``. Raises MuletrainError if this machine is in no run."""
-    if not (found := _newest(TICKET_FILE)):
-        raise MuletrainError(
-            f"no running run under {ROOT.resolve()} that others can join (a 'run' with one peer is none); give a ticket, or use the folder "
-            f"where 'start' or 'join' was called"
+def folder_of(run: str | None) -> Path | None:
+    """The folder that an argument RUN names; None: a ticket, or no argument."""
+    return None if run is None or run.startswith(PREFIX) else Path(run)
+
+
+def found_run(run: str | None) -> Found:
+    """The run that an argument RUN names: a ticket, or a run folder; None: the one that goes on here. Raises
+    MuletrainError."""
+    folder = folder_of(run)
+    return find(folder) if run is None or folder is not None else Found(None, Ticket.parse(run))
+
+
+def ticket_of(found: Found) -> Ticket:
+    """The run's ticket. Raises MuletrainError."""
+    if found.ticket is None:
+        why = (
+            "it is not in the run yet"
+            if not found.begun_here or found.preparing
+            else "a 'run' with one peer has no ticket"
         )
-    return found[-1].read_text(encoding="utf-8").strip()
-
-
-def ticket_of(text: str | None) -> Ticket:
-    """The ticket in ``text``, or the newest one under ``runs/``. Raises MuletrainError."""
-    return Ticket.parse(text or own_ticket())
+        raise MuletrainError(f"{found.folder}: no machine can join by this one: {why}")
+    return found.ticket
 
 
 async def as_member(

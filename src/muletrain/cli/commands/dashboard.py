@@ -34,14 +34,17 @@ def dashboard(
     sim: Simulated = None,
     hours: Annotated[float, typer.Option(min=0.01, help="With --sim: simulated hours.")] = 0.5,
     overrides: Overrides = None,
+    text: Annotated[bool, typer.Option("--text", help="Print figures and differences of the runs; no page.")] = False,
     port: Port = None,
     dashboard_host: DashboardHost = LOOPBACK,
 ) -> None:
     """Show runs on a local page: loss and speed, machines and links, where the time goes, events and checkpoints.
 
     Ctrl-C ends the page, not the runs."""
-    from muletrain.cli.actions.dashboard import board_of, show_folders, show_simulated
+    from muletrain.cli.actions.dashboard import board_of, print_folders, show_folders, show_simulated
 
+    if text and sim is None:
+        return print_folders(runs or [])
     board = board_of("auto" if port is None else str(port), dashboard_host)
     assert board is not None
     if sim is not None:

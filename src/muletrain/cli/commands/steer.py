@@ -4,11 +4,11 @@ from typing import Annotated
 
 import typer
 
-from muletrain.cli.options import LOOPBACK, DashboardHost, DashboardPort, JsonObject, OwnTicket
+from muletrain.cli.options import LOOPBACK, DashboardHost, DashboardPort, JsonObject, OneRun
 
 
 def status(
-    ticket: OwnTicket = None,
+    run: OneRun = None,
     dashboard: DashboardPort = None,
     dashboard_host: DashboardHost = LOOPBACK,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for each peer, also of many.")] = False,
@@ -20,38 +20,37 @@ def status(
     from muletrain.cli.actions.visit import show_status
 
     if (board := board_of(dashboard, dashboard_host)) is not None:
-        show_members(ticket, board)
+        show_members(run, board)
     else:
-        show_status(ticket, json=json, verbose=verbose)
+        show_status(run, json=json, verbose=verbose)
 
 
-def stop(ticket: OwnTicket = None) -> None:
-    """End the run after the current step, with a checkpoint in its place, or else in the run folder of 'start' (of another
-    member, if that is gone). That a run has ended already is no error."""
+def stop(run: OneRun = None) -> None:
+    """End a run after the current step, with a checkpoint in its place, or else in the run folder of 'run' or 'start' (of
+    another member, if that is gone). That a run has ended already is no error."""
     from muletrain.cli.actions.visit import stop_run
 
-    stop_run(ticket)
+    stop_run(run)
 
 
 def kick(
     who: Annotated[
         str, typer.Argument(metavar="NAME|ID", help="Name or id as in 'muletrain status'; the end of an id is enough.")
     ],
-    ticket: OwnTicket = None,
+    run: OneRun = None,
 ) -> None:
     """Remove a peer from the run for good, and replace the ticket.
 
     Works only on the machine that started the run, which has the owner's key."""
     from muletrain.cli.actions.visit import kick_peer
 
-    kick_peer(who, ticket)
+    kick_peer(who, run)
 
 
-def ticket() -> None:
+def ticket(run: OneRun = None) -> None:
     """Print a ticket for the run that this machine is in.
 
-    Run it in the folder where 'start' or 'join' was called.
     Everyone who has the ticket can join: treat it as a password."""
-    from muletrain.cli.actions.visit import own_ticket
+    from muletrain.cli.actions.visit import found_run, ticket_of
 
-    print(own_ticket())
+    print(ticket_of(found_run(run)))

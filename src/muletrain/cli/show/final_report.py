@@ -126,6 +126,7 @@ def _trouble(view: RunView) -> list[str]:
     return [
         *([f"{plural(len(lost), 'peer')} lost ({names}){went_on}"] if lost else []),
         *([f"{', '.join(gave_up[:NAMED])} gave up"] if gave_up else []),
+        *view.slow(),
         *([f"went back to a checkpoint ({plural(view.rollbacks, 'time')})"] if view.rollbacks else []),
         *(f"{plural(n, noun)} {what}" for noun, (n, what) in counts.items() if n),
     ]

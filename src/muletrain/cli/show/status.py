@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from muletrain.cli.show.tables import new_table
-from muletrain.runtime.peer.messages import HOLDS_S
+from muletrain.runtime.peer.messages import HOLDS_S, LOADING, SHOWN_DOWN
 from muletrain.units import printable
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from muletrain.network.base import PeerId
+    from muletrain.runs.view import RunView
 
 
 LISTED = 16
@@ -51,9 +53,12 @@ def status_of(
         waits = f"training has not started: {'; '.join(missing)}"
         return Text(waits if missing else "no peer has announced itself: the run has just started or ended; try again")
     at = furthest(peers)
-    figures = [f"step {at.step} of {at.steps}"]
-    if at.loss is not None and at.tokens_per_s is not None:
-        figures += [f"loss {at.loss:.3f}", f"{at.tokens_per_s:,.0f} tokens/s"]
+    old = f", {at.age_s:.0f} s ago" if round(at.age_s) else ""
+    figures = [f"step {at.step} of {at.steps}{old}"]
+    if at.loss is not None:
+        figures.append(f"loss {at.loss:.3f}")
+    if at.tokens_per_s is not None:
+        figures.append(f"{at.tokens_per_s:,.0f} tokens/s")
     measured = [(p.heldout_step, p.heldout_loss) for p in peers if p.heldout_loss is not None]
     if measured:
         step, loss = max(measured)
@@ -70,9 +75,9 @@ def gone(peers: Sequence[Announced]) -> list[Down]:
 
 
 def state_of(peer: Announced, peers: Sequence[Announced]) -> str:
-    """'suspected': the furthest member gets no answer, or the announcement is stale."""
+    """'suspected': the furthest member gets no answer, or the announcement is stale; else the peer's own word."""
     silent = peer.age_s > FRESH_S or peer.id in {d.id for d in furthest(peers).down}
-    return "suspected" if silent else "training"
+    return "suspected" if silent else peer.state
 
 
 def _table(peers: Sequence[Announced], at: Announced) -> Table:
@@ -101,13 +106,34 @@ def _table(peers: Sequence[Announced], at: Announced) -> Table:
             roles = [*(["trainer"] if p.trainer else []), *(["swapped"] if p.parts else [])]
             role, seen = f" ({', '.join(roles)})" if roles else "", f"{p.age_s:.0f} s ago"
             clients = "" if p.clients is None else str(p.clients)
-            row(stage, Text(p.name + role), p.id, state_of(p, peers), str(p.step), seen, clients=clients)
+            state = state_of(p, peers)
+            row(
+                stage, Text(p.name + role), p.id, state, "-" if state == LOADING else str(p.step), seen, clients=clients
+            )
         if not of_stage:
             row(stage, Text("no recent announcement", style="bold red"), "", "", "", "")
         for d in lost:
             if d.stage == stage:
                 row(stage, Text(d.name), d.id, "gone", "-", "-")
     return table
+
+
+def announced_by(view: RunView, now: float) -> list[Announced]:
+    """The state of a run whose events are here, at the wall time ``now`` [s], as its members would announce it."""
+    measured = view.validated[max(view.validated)] if view.validated else None
+    heldout = math.nan if measured is None else measured.loss
+    figures = {"loss": view.pace.loss, "tokens_per_s": view.pace.tokens_per_s(now), "heldout_loss": heldout}
+    run: dict[str, Any] = {key: value for key, value in figures.items() if math.isfinite(value)}
+    run |= {"step": view.step, "steps": view.steps, "stages": max(1, len(view.stages()))}
+    run |= {} if measured is None else {"heldout_step": measured.step}
+    lost = [p for p in view.peers.values() if p.lost and p.state != "replaced"]
+    run["down"] = [{"id": p.peer_id or p.name, "name": p.name, "stage": max(0, p.stage)} for p in lost[-SHOWN_DOWN:]]
+    read = list[Announced | None]()
+    for peer in (p for of_stage in view.stages(present=True).values() for p in of_stage):
+        own = {"name": peer.name, "stage": peer.stage, "trainer": peer.trainer, "state": peer.state}
+        own |= {"parts": peer.parts} if peer.parts else {}
+        read.append(Announced.read(peer.peer_id or peer.name, json.dumps({**run, **own}).encode()))
+    return [p for p in read if p is not None]
 
 
 def _stages(peers: Sequence[Announced], at: Announced) -> Table:
@@ -165,6 +191,10 @@ class Announced(BaseModel):
     """Parts of the stage that take turns on the device; None: the stage stays there."""
     left: bool = False
     """Whether the member left in order."""
+    state: Annotated[str, Field(min_length=1, max_length=32), AfterValidator(printable)] = "training"
+    """The member's own word for its state."""
+    collects: bool = False
+    """Whether the member collects the run's checkpoints."""
     down: Annotated[tuple[Down, ...], Field(max_length=64)] = ()
     """Peers that do not answer this member."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgpack
 
 from muletrain.errors import AdmissionError
-from muletrain.runs.worker_files import OWNER_FILE
+from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
 
 PREFIX = "mule1-"
 MAX_ADDRESSES = 16
@@ -94,14 +94,15 @@ def _check(body: bytes) -> bytes:
 
 
 def read_ticket(given: str | None) -> str | None:
-    """The ticket in an argument, in the named file, or, with '-', on standard input, because all users of a machine see
-    the arguments of a process. Raises AdmissionError."""
+    """The ticket in an argument, in the named file or run folder, or, with '-', on standard input, because all users of a
+    machine see the arguments of a process. Raises AdmissionError."""
     if given is None or given.startswith(PREFIX):
         return given
     if given == "-":
         return sys.stdin.readline()
+    path = Path(given)
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return (path / TICKET_FILE if path.is_dir() else path).read_text(encoding="utf-8")
     except (OSError, ValueError) as e:
         raise AdmissionError(
             f"not a ticket: it should begin with '{PREFIX}', or name a file with one ({e}); copy it again, whole"

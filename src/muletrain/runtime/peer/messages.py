@@ -12,6 +12,10 @@ ANNOUNCE_S = 10.0
 """Seconds between announcements in the directory."""
 HOLDS_S = 3 * ANNOUNCE_S
 """Seconds for which an announcement holds."""
+LOADING = "loading"
+"""Announced state of a peer that takes the state of its stage, and serves no peer yet."""
+SHOWN_DOWN = 8
+"""Number of unreachable peers that 'muletrain status' shows; in a long run many peers go."""
 
 
 class Away(Message):

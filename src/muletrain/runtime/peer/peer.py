@@ -297,7 +297,8 @@ class Peer:
 
     async def _announce(self, *, left: bool) -> None:
         """Tell the directory that we are here, or have ``left``: a hint for status, and for peers that banned us."""
-        ctx, status = self._ctx, self.reporting.status(self.position.step, left=left)
+        ctx, loading = self._ctx, not self._life.has_state
+        status = self.reporting.status(self.position.step, left=left, loading=loading)
         try:
             await ctx.net.announce(f"{ctx.roster.genesis.run_id}/peers", json.dumps(status).encode(), HOLDS_S)
         except NetworkError as e:  # the announcement was only a hint

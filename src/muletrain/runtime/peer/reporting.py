@@ -20,7 +20,8 @@ from muletrain.events import (
     StepSkipped,
     SwapWorked,
 )
-from muletrain.runtime.peer.messages import Report
+from muletrain.events.facts import SMOOTHING
+from muletrain.runtime.peer.messages import LOADING, SHOWN_DOWN, Report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,8 +36,22 @@ if TYPE_CHECKING:
 REPORTS, REPORTS_A_STEP = 256, 4
 """Reports of one peer that are accepted at first, and for each step that we applied: the reporter may be ahead of us,
 and steps after a rollback are done again."""
-SHOWN_DOWN = 8
-"""Number of unreachable peers that 'muletrain status' shows; in a long run many peers go."""
+
+
+class Shown:
+    """Loss and speed of the run in the status, smoothed as consoles smooth the loss."""
+
+    def __init__(self) -> None:
+        self.loss = self.weight = self.tokens = self.seconds = 0.0
+
+    def fold(self, event: StepDone, *, whole: bool) -> None:
+        """``whole``: this peer was there from the step's beginning, and had loaded its code."""
+        if math.isfinite(event.loss):
+            self.loss = SMOOTHING * self.loss + (1 - SMOOTHING) * event.loss
+            self.weight = SMOOTHING * self.weight + (1 - SMOOTHING)
+        if whole:
+            self.tokens = SMOOTHING * self.tokens + event.tokens
+            self.seconds = SMOOTHING * self.seconds + event.duration_s
 
 
 class Reporting:
@@ -45,7 +60,7 @@ class Reporting:
 
     def __init__(self, ctx: Context, host: PeerHost, *, apart: bool) -> None:
         self._ctx, self._host, self._apart = ctx, host, apart
-        self._last: StepDone | None = None
+        self._shown = Shown()
         self._applied = 0
         self._reports: Counter[PeerId] = Counter()
         """Reports received from peers of other machines, which go onto our disk."""
@@ -85,7 +100,7 @@ class Reporting:
             )
         )
         losses = work.losses.values()
-        self._last = StepDone(
+        done = StepDone(
             step=record.step + 1,
             loss=sum(losses) / len(losses) if losses else math.nan,
             grad_norm=record.gradient_norm,
@@ -94,8 +109,9 @@ class Reporting:
             duration_s=took,
             lineage=record.hash.hex(),
         )
+        self._shown.fold(done, whole=self._applied > 1)
         if self.speaks() or self._apart:  # once on each machine
-            ctx.emit(self._last)
+            ctx.emit(done)
             if record.skip:
                 ctx.emit(StepSkipped(step=record.step + 1))
         ctx.meter.begin(now)
@@ -141,19 +157,23 @@ class Reporting:
             raise ProtocolError(f"a {event.kind} event that is not about its sender")
         self._host.reported(event, member.name)
 
-    def status(self, step: int, *, left: bool) -> dict[str, Any]:
-        """Returns the status shown by 'muletrain status' of a peer that is at ``step``, or has ``left`` in order."""
-        ctx, last = self._ctx, self._last
+    def status(self, step: int, *, left: bool, loading: bool = False) -> dict[str, Any]:
+        """Returns the status shown by 'muletrain status' of a peer that is at ``step``, has ``left`` in order, or is
+        ``loading`` its stage."""
+        ctx = self._ctx
         own, plan = ctx.roster.own, ctx.plan
         status = {"name": own.name, "stage": own.stage, "stages": plan.stages, "trainer": own.trainer}
         if ctx.helpers is not None:
             status["clients"] = ctx.helpers()
         if ctx.compute.parts > 1:
             status["parts"] = ctx.compute.parts
-        status |= {"step": step, "steps": plan.steps, "left": left}
+        status |= {"step": step, "steps": plan.steps, "left": left, "collects": self.speaks()}
+        status |= {"state": LOADING} if loading else {}
         status["down"] = [{"id": m.id, "name": m.name, "stage": m.stage} for m in self._ctx.roster.down()[-SHOWN_DOWN:]]
-        if last is not None and math.isfinite(last.loss) and last.duration_s > 0:
-            status |= {"loss": last.loss, "tokens_per_s": last.tokens / last.duration_s}
+        if self._shown.weight:
+            status["loss"] = self._shown.loss / self._shown.weight
+        if self._shown.seconds:
+            status["tokens_per_s"] = self._shown.tokens / self._shown.seconds
         if (measured := ctx.meter.validated) is not None and math.isfinite(measured.loss):
             status |= {"heldout_loss": measured.loss, "heldout_step": measured.step}
         return status
