@@ -103,22 +103,23 @@ class Exchange:
         return self._known.get(peer, 0)
 
     def hear(self, peer: PeerId, row: Row) -> None:
-        """Take in the statements of ``peer``, unless known."""
-        if row.version in (0, self.known(peer)):
-            return
+        """Take in the statements of ``peer``, unless known, or made at a stage that ``peer`` has not yet introduced
+        itself at."""
         state, roster = self._state, self._ctx.roster
+        if row.version in (0, self.known(peer)) or not roster.knows(peer) or roster.member(peer).stage != row.stage:
+            return
         self._applied[peer] = row.record
         try:
             if row.abstains:
                 self.on_abstain(peer)
-            if row.seal is not None and roster.member(peer).stage == roster.own.stage:
+            if row.seal is not None:
                 self.on_seal(peer, row.seal)
             if row.entry is not None:
                 self.on_entry(peer, row.entry)
             if row.tied is not None:
                 self.on_tied(peer, row.tied)
             if row.applied and state.builder.claim(peer, row.applied, row.record, row.product):
-                for entry in (e for e in row.applied if e.stage == roster.member(peer).stage):
+                for entry in (e for e in row.applied if e.stage == row.stage):
                     state.hear_applied(peer, entry)
                     self.on_entry(peer, entry.model_copy(update={"holder": peer, "without": ()}))
             self._known[peer] = row.version
