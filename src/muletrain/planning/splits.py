@@ -125,7 +125,7 @@ def recommend(predictions: Sequence[Prediction], *, all_stay: bool = True) -> tu
     best = max(able, key=lambda i: predictions[i].expected_per_s)
     least = (1 - ALIKE) * predictions[best].expected_per_s
     alike = [i for i in able if predictions[i].expected_per_s >= least]
-    best = max(alike, key=lambda i: (not _clientless(predictions[i]), predictions[i].expected_per_s))
+    best = max(alike, key=lambda i: (not clientless(predictions[i]), predictions[i].expected_per_s))
     if predictions[best].left_out or not all_stay:
         best = next((i for i in alike if bool(predictions[i].schedule) == all_stay), best)
     chosen = predictions[best]
@@ -146,7 +146,8 @@ def _as_fast(p: Prediction, chosen: Prediction) -> bool:
     return p.expected_per_s >= (1 - ALIKE) * chosen.expected_per_s and p.left_out in ((), chosen.left_out)
 
 
-def _clientless(p: Prediction) -> bool:
+def clientless(p: Prediction) -> bool:
+    """Is ``p`` a hub without clients? Then it is a layout on fewer machines, whatever it leaves out."""
     return find(p.strategy).pooled and not any(stage.clients for stage in p.stages)
 
 

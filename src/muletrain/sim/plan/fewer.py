@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.config.plan_file import Prediction
 from muletrain.errors import CapacityError
-from muletrain.planning.splits import ALIKE, title
+from muletrain.planning.splits import ALIKE, clientless, title
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
@@ -133,7 +133,8 @@ class _Search:
     @property
     def best_per_s(self) -> float:
         """Tokens/s of the layout that would be recommended now."""
-        return max((p.expected_per_s for p in self.found.values() if p.runnable and not p.problem), default=0.0)
+        able = (p for p in self.found.values() if p.runnable and not p.problem and not clientless(p))
+        return max((p.expected_per_s for p in able), default=0.0)
 
     def _least(self, *strategies: str) -> float:
         """Tokens/s of the slowest prediction of ``strategies``, at least ``BEHIND`` of the best: slower results are no

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.config.plan_file import Plan, Prediction
 from muletrain.errors import CapacityError
-from muletrain.planning.splits import recommend
+from muletrain.planning.splits import clientless, recommend
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.loop import seldom_collected
 from muletrain.sim.plan import fewer
@@ -100,7 +100,7 @@ def plan(
             chosen = None if best is None else found[best]
     others, told = [], ""
     if chosen is not None and chosen.left_out:
-        able = [p for p in whole if p.runnable and not p.problem]
+        able = [p for p in whole if p.runnable and not p.problem and not clientless(p)]
         others = [limited(question, max(able, key=lambda p: p.expected_per_s))] if able else []
         told = fewer.compared(question, chosen, others[0]) if able else fewer.ONLY_FEWER
     run, spec = question.run, question.spec
