@@ -59,7 +59,11 @@ def refusal(*overrides: str) -> str:
         (["data.path=rows.jsonl"], ["--set data.path=rows.jsonl: data.path: ", "rows.jsonl:2: 'text' is int", "field"]),
         (["model.context=99999"], ["--set model.context=99999: model.context: 99999 needs 100000 tokens", "add text"]),
         (["model.vocab=200"], ["--set model.vocab=200: model.vocab: 200 tokens cannot hold 256 bytes"]),
-        (["model.preset=gpt3-1b"], ["--set model.preset=gpt3-1b: model.preset: no preset 'gpt3-1b'; choose one of"]),
+        (
+            ["model.preset=gpt3-1b"],
+            ["--set model.preset=gpt3-1b: model.preset: no preset 'gpt3-1b'; did you mean 'gpt3-13b'?"],
+        ),
+        (["model.preset=llama-7B"], ["model.preset: no preset 'llama-7B'; did you mean 'llama-7b'?"]),
         (["fleet.profile=nope"], ["--set fleet.profile=nope: fleet.profile: nope: no such file", "slow-home"]),
         (["fleet.profile=slow-home", "fleet.peers=400"], ["fleet.profile: ", "machines for fleet.peers = 400"]),
         (["compute.device=cuda:7"], ["--set compute.device=cuda:7: compute.device: no cuda:7 here"]),

@@ -136,7 +136,7 @@ def test_a_machine_with_a_third_of_the_memory_swaps_its_stage_and_is_worth_it(tm
 
 
 def test_what_a_swapped_stage_takes_adds_up(tmp_path: Path) -> None:
-    """The columns of a plan, and what updates it in memory. (In 16 bits: a resident stage has a working copy, too.)"""
+    """The columns of a plan. (In 16 bits: a resident stage has a working copy, too.)"""
     question = in_two(tmp_path, SMALL, "compute.precision=bf16")
     cut = question.spec.cut(2)
     for stage, need in enumerate(stage_needs(question.run, question.spec, cut)):
@@ -145,9 +145,8 @@ def test_what_a_swapped_stage_takes_adds_up(tmp_path: Path) -> None:
         assert not need.resident(offer)
         found = question.memory("small", stage, need)
         columns = found.weights + found.optimizer + found.gradients + found.activations + found.buffers
-        assert columns == found.host_needs - swapped.update - swapped.tied
+        assert columns == found.device_needs + found.host_needs
         assert found.weights == 4 * question.spec.stage_params(cut, stage), "fp32 masters alone"
-        assert swapped.update < 0.03 * columns
 
 
 def test_a_machine_that_is_too_small_hears_what_it_lacks_for_a_swapped_stage(tmp_path: Path) -> None:

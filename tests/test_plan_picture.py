@@ -93,7 +93,7 @@ def test_each_strategy_has_a_bar_and_the_layout_is_that_of_the_recommended_one(
     message, bars, layout = drawn(
         tmp_path,
         monkeypatch,
-        SWARM.model_copy(update={"strategy": "hub", "runnable": False}),
+        SWARM.model_copy(update={"strategy": "hub", "tokens_per_s": 50.1}),
         SWARM.model_copy(update={"strategy": "pipeline", "schedule": "1f1b", "tokens_per_s": 4}),
         SWARM.model_copy(update={"strategy": "swap", "problem": "no room"}),
         SWARM.model_copy(update={"tokens_per_s": 60.0, "churned_tokens_per_s": 50.0}),
@@ -101,7 +101,7 @@ def test_each_strategy_has_a_bar_and_the_layout_is_that_of_the_recommended_one(
     assert message == "Use swarm: 50 tokens/s with 2 machines in 2 stages"
     assert bars == [
         "50, recommended",
-        "10, no clients",
+        "50.1",
         "4",
         "not possible",
         "swarm",
@@ -126,8 +126,8 @@ def test_a_machine_alone_is_no_empty_field(tmp_path: Path, monkeypatch: pytest.M
         strategy="swap", runnable=True, tokens_per_s=10, stages=(Stage(layers=(0, 4), machines=("desk",)),)
     )
     message, _, layout = drawn(tmp_path, monkeypatch, alone)
-    assert message == "Use swap: 10 tokens/s with 1 machine in 1 stage"
-    assert layout == ["1", "anna\n1 x RTX 4090", "1 machine without work in this plan"]
+    assert message == "Use desk alone (swap): 10 tokens/s"
+    assert layout == ["1", "anna\n1 x RTX 4090", "ben\n1 without work", ""]
 
 
 def test_only_pictures_need_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

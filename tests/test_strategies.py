@@ -42,6 +42,13 @@ def test_a_newcomer_is_assigned_to_a_stage_that_it_can_serve(listed: Listed) -> 
 
 
 @RUNNING
+def test_a_newcomer_swaps_a_stage_only_if_it_can_hold_no_other_one_without_peers(listed: Listed) -> None:
+    for quarters, stage in (((3, 6), 0), ((1, 3), 1), ((6, 5), 1)):
+        new = Load(NOWHERE, name="new", targets=frozenset({0, 1}), quarters=quarters)
+        assert [m.target for m in made(listed).assign(View({"new": new}, WORK))] == [stage]
+
+
+@RUNNING
 def test_who_can_serve_no_stage_is_left_out(listed: Listed) -> None:
     new = Load(NOWHERE, name="new", targets=frozenset())
     assert made(listed).assign(View({**THERE, "new": new}, WORK)) == ()

@@ -265,6 +265,12 @@ def test_unequal_stages_do_what_was_predicted(tmp_path: Path, text: str, stages:
         assert found.step_s == pytest.approx(played_s, rel=0.1)
 
 
+def test_cuts_of_pipelines_that_are_too_slow_are_tried_by_other_strategies(tmp_path: Path) -> None:
+    predictions, cuts = plan_pipeline.searched(asked(tmp_path, BIG_AND_SMALL, 3), 0, 2.0, least=1e12)
+    assert all(p.problem for p in predictions)
+    assert any(all(end - first <= 3 for first, end in cut[:2]) for cut in cuts), "small machines hold three layers"
+
+
 def test_swarm_has_unequal_stages_too_where_machines_hold_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,7 +283,7 @@ def test_swarm_has_unequal_stages_too_where_machines_hold_no_others(
     assert tuple(stage.layers for stage in uneven.stages) == cut
     assert uneven.step_s < 0.9 * even.step_s
     assert plan_pipeline.uneven(question, [even, uneven]) == [cut, ((0, 1), (1, 2), (2, 3), (3, 8))]
-    monkeypatch.setattr(plan_pipeline, "predict", lambda *_: [uneven])
+    monkeypatch.setattr(plan_pipeline, "searched", lambda *_: ([uneven], [cut]))
     monkeypatch.setattr(plan_pipeline, "tried_on", lambda question, swarm, pipelines: pipelines)
     for other in (planner.plan_swap, planner.plan_hub):
         monkeypatch.setattr(other, "predict", lambda *_: even)

@@ -203,8 +203,8 @@ class SwapMemory:
             )
         has = "none is" if offer.host is None else f"{format_memory(offer.host)} may be used"
         return (
-            f"swapped it needs {format_memory(need.on_host)} of the machine's memory beside a GPU, and {has}: take swap.backing = 'disk', "
-            f"or begin the run with more stages"
+            f"swapped it needs {format_memory(need.on_host)} of the machine's memory beside a GPU, and {has}: take swap.backing = 'disk' "
+            f"(slower: all machines that swap then load from their disks), or begin the run with more stages"
         )
 
 
@@ -235,6 +235,8 @@ class StageMemory:
     """The needs of a swapped stage (``compute.swap``); None: swapping is impossible."""
     graph: int = 0
     """What is kept of a microbatch between forward and backward."""
+    activations_on_device: int = 0
+    """``activations`` on an accelerator, whose temporaries differ."""
     by_block: bool = False
     """Backward computes one block again at a time."""
     smaller: StageMemory | None = None
@@ -329,7 +331,12 @@ def _with_graphs(
         waiting = 0 if by_block else (graphs - 1) * graph
         activations, on_device = (tables + waiting + max(update, n) - gradient for n in (on_cpu, passing))
         return replace(
-            need, activations=activations, graph=graph, on_device=need.on_device + on_device, by_block=by_block
+            need,
+            activations=activations,
+            graph=graph,
+            activations_on_device=on_device,
+            on_device=need.on_device + on_device,
+            by_block=by_block,
         )
 
     ways = [holding(need, by_block=checkpointing == "block") for need in needs]

@@ -82,7 +82,10 @@ class PathRule(Section):
     )
     rtt_ms: float = Field(default=0.0, ge=0, description="round trip added by the path [ms]")
     bandwidth_mbps: float | None = Field(
-        default=None, gt=0, description="bandwidth of the path; default: unlimited [Mb/s]", examples=[200.0]
+        default=None,
+        gt=0,
+        description="bandwidth of the path, for each pair of machines; default: unlimited [Mb/s]",
+        examples=[200.0],
     )
 
 

@@ -45,15 +45,21 @@ class Stage(Section):
 
 
 class Memory(Section):
-    """Memory of the fullest machine of one entry of the fleet file [bytes]."""
+    """Memory of the fullest machine of one entry of the fleet file [bytes]. The five parts are together as much as the
+    device and host memory need."""
 
     machine: str = Field(description="name of the entry")
     stage: int = Field(description="stage that it serves")
     weights: int = Field(description="fp32 masters and working copies [bytes]")
     optimizer: int = Field(description="optimizer moments [bytes]")
-    gradients: int = Field(description="accumulators, and buffers for averaging [bytes]")
+    gradients: int = Field(
+        description="accumulators, and buffers for averaging; beside an accelerator, also the sent copy [bytes]"
+    )
     activations: int = Field(description="graphs, and inputs of microbatches that wait for backward [bytes]")
-    buffers: int = Field(description="copies for checkpoints, and layers on their way to the device [bytes]")
+    buffers: int = Field(
+        description="copies of weights and optimizer for checkpoints and newcomers, two unless one machine trains alone; layers that are "
+        "swapped to the device [bytes]"
+    )
     device_needs: int = Field(description="part of the total that is on the device [bytes]")
     device_has: int | None = Field(description="memory of the device; null: unknown [bytes]")
     host_needs: int = Field(
@@ -71,7 +77,7 @@ class Traffic(Section):
     gradients: float = Field(description="between stages, backward [bytes]")
     averaging: float = Field(description="between replicas [bytes]")
     bandwidth_bytes_per_s: float | None = Field(
-        description="bandwidth of the narrowest pair of machines; null: unlimited"
+        description="bandwidth of the narrowest pair of machines, while the bytes are of all pairs; null: unlimited"
     )
     delay_s: float = Field(description="one-way delay of the farthest pair [s]")
 

@@ -8,6 +8,7 @@ Touvron et al. 2023, table 2; Llama 3: Grattafiori et al. 2024, table 3.
 
 from __future__ import annotations
 
+from muletrain.config.problems import hint
 from muletrain.errors import ConfigError
 
 Value = int | float | str | None
@@ -38,7 +39,7 @@ def preset_fields(name: str) -> dict[str, Value]:
     """Fields of ``ModelConfig`` that the preset sets. Raises ConfigError for an unknown name."""
     key = _ALIASES.get(name, name)
     if key not in _SIZES:
-        raise ConfigError(f"model.preset: no preset {name!r}; choose one of {', '.join(PRESETS)}")
+        raise ConfigError(f"model.preset: no preset {name!r}; {hint(name, [*PRESETS, *_ALIASES])}")
     fields = dict(zip(_COLUMNS, _SIZES[key], strict=True))
     if key.startswith("llama"):
         fields["dropout"] = 0.0  # Llama was trained without; GPT-3's paper does not say

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.config.plan_file import Split
+from muletrain.strategies import find
 from muletrain.strategies.pipeline import in_flight
 
 if TYPE_CHECKING:
@@ -116,15 +117,16 @@ def recommend(predictions: Sequence[Prediction], *, all_stay: bool = True) -> tu
     """Returns the index of the fastest prediction under the fleet's churn, or None, and the reason. Only strategies that
     are possible and run today count. If the fastest one leaves machines out, an equally fast one with planned membership
     is preferred: its plan names the working machines. Unless ``all_stay``, planned pipelines are avoided among equals: they
-    lose most when a machine leaves."""
+    lose most when a machine leaves. A hub without clients is avoided among equals: its machines do not move."""
     possible = [i for i, p in enumerate(predictions) if not p.problem]
     able = [i for i in possible if predictions[i].runnable]
     if not able:
         return None, "nothing that runs today is possible on this fleet"
     best = max(able, key=lambda i: predictions[i].expected_per_s)
+    least = (1 - ALIKE) * predictions[best].expected_per_s
+    alike = [i for i in able if predictions[i].expected_per_s >= least]
+    best = max(alike, key=lambda i: (not clientless(predictions[i]), predictions[i].expected_per_s))
     if predictions[best].left_out or not all_stay:
-        least = (1 - ALIKE) * predictions[best].expected_per_s
-        alike = (i for i in able if predictions[i].expected_per_s >= least)
         best = next((i for i in alike if bool(predictions[i].schedule) == all_stay), best)
     chosen = predictions[best]
     faster = [predictions[i] for i in possible if predictions[i].expected_per_s > (1 + ALIKE) * chosen.expected_per_s]
@@ -141,10 +143,21 @@ def recommend(predictions: Sequence[Prediction], *, all_stay: bool = True) -> tu
 
 
 def _as_fast(p: Prediction, chosen: Prediction) -> bool:
-    return p.expected_per_s >= (1 - ALIKE) * chosen.expected_per_s and not p.left_out
+    return p.expected_per_s >= (1 - ALIKE) * chosen.expected_per_s and p.left_out in ((), chosen.left_out)
+
+
+def clientless(p: Prediction) -> bool:
+    """Is ``p`` a hub without clients? Then it is a layout on fewer machines, whatever it leaves out."""
+    return find(p.strategy).pooled and not any(stage.clients for stage in p.stages)
 
 
 def title(p: Prediction) -> str:
     """'pipeline, 1F1B'."""
     names = {"gpipe": "GPipe", "1f1b": "1F1B"}
     return f"{p.strategy}, {names.get(p.schedule, p.schedule)}" if p.schedule else p.strategy
+
+
+def named(p: Prediction) -> str:
+    """'pipeline, 1F1B', or 'desk alone (swarm)': of one machine, the strategy matters little."""
+    machines = {name for stage in p.stages for name in stage.machines}
+    return f"{machines.pop()} alone ({title(p)})" if len(machines) == 1 else title(p)

@@ -102,8 +102,8 @@ class Move:
 
 def placed(view: View) -> tuple[Move, ...]:
     """Places each newcomer at the most loaded possible stage. Stages without a different kind of device come first,
-    then unserved stages, largest share of the newcomer's memory first; the lowest stage among equals. A newcomer that
-    can serve no stage is left out."""
+    then unserved stages, largest share of the newcomer's memory first, but stages that the newcomer would have to swap
+    last; the lowest stage among equals. A newcomer that can serve no stage is left out."""
     served, devices = [0] * view.stages, [set[str]() for _ in view.work]
     for load in view.loads.values():
         if 0 <= load.stage < view.stages:
@@ -127,7 +127,8 @@ def _urgency(
 ) -> tuple[float, int, int]:
     if served[stage]:
         return work[stage] / served[stage], 0, -stage
-    return math.inf, quarters[stage] if quarters else 0, -stage
+    share = quarters[stage] if quarters else 0
+    return math.inf, share if share < 4 else -share, -stage  # four quarters are all memory: the stage is swapped
 
 
 def filled(view: View) -> tuple[Move, ...]:

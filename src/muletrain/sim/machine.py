@@ -64,7 +64,8 @@ def flops_of(n: int, peer: FleetPeer) -> tuple[float, str]:
     if device is None:
         raise ConfigError(
             f"machines[{n}].device: the speed of '{peer.device}' is not known; give tflops beside it, plan on the machine that has it "
-            f"(muletrain estimates the speed there, from the device's own report), or name a device of known speed: {_known()}"
+            f"(muletrain estimates the speed there, from the device's own report), or name a device of known speed: {_known()}; a name may "
+            f"state the memory ('A100 80GB')"
         )
     assumed = f"{device.name}: {device.flops / 1e12:g} TFLOP/s ({device.source})" if device.estimate else ""
     return device.flops * peer.speed, assumed

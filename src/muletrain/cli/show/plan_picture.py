@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.cli.show.pictures import counted, headline, write
-from muletrain.planning.splits import title
+from muletrain.planning.splits import named, title
 from muletrain.units import format_count, plural
 
 if TYPE_CHECKING:
@@ -67,21 +67,22 @@ def draw(plan: Plan, fleet: Fleet, paths: Sequence[Path]) -> None:
 def _message(plan: Plan, chosen: Prediction | None) -> str:
     if chosen is None:
         return "No strategy can be recommended on this fleet"
-    machines = plural(len({name for stage in chosen.stages for name in stage.machines}), "machine")
-    speed = f"{format_count(chosen.expected_per_s)} tokens/s"
-    return f"Use {title(chosen)}: {speed} with {machines} in {plural(len(chosen.stages), 'stage')}"
+    machines = len({name for stage in chosen.stages for name in stage.machines})
+    where = f" with {machines} machines in {plural(len(chosen.stages), 'stage')}" if machines > 1 else ""
+    return f"Use {named(chosen)}: {format_count(chosen.expected_per_s)} tokens/s{where}"
 
 
 def _draw_speeds(axes: Axes, plan: Plan, look: Look) -> None:
-    """A bar for each strategy, the fastest above; the recommended one in colour."""
-    shown = sorted(plan.strategies, key=lambda p: (bool(p.problem), -p.expected_per_s))
+    """A bar for each strategy: the recommended one above, in colour, then the fastest."""
+    chosen = None if plan.recommended is None else plan.strategies[plan.recommended]
+    shown = sorted(plan.strategies, key=lambda p: (bool(p.problem), p is not chosen, -p.expected_per_s))
     most = max((p.expected_per_s for p in shown if not p.problem), default=1.0)
     for row, p in enumerate(shown):
-        recommended = plan.recommended is not None and p is plan.strategies[plan.recommended]
+        recommended = p is chosen
         speed = 0.0 if p.problem else p.expected_per_s
         axes.barh(row, speed, height=0.62, color=look.main if recommended else look.faint)
         words = "not possible" if p.problem else format_count(speed)
-        words += ", recommended" if recommended else "" if p.runnable or p.problem else ", no clients"
+        words += ", recommended" if recommended else "" if p.runnable or p.problem else ", not yet"
         axes.text(speed + 0.02 * most, row, words, va="center", fontweight="bold" if recommended else "normal")
     churned = any(p.expected_per_s != p.tokens_per_s for p in plan.strategies)
     axes.set_yticks(range(len(shown)), [title(p) for p in shown])
@@ -98,7 +99,8 @@ def _draw_layout(axes: Axes, p: Prediction, fleet: Fleet, look: Look) -> None:
     """The machines of each region and stage, and the links between them: the wider a line, the faster the link."""
     peers = {peer.name: peer for peer in fleet.peers()}
     working = {name for stage in p.stages for name in stage.machines}
-    regions = [r for r in dict.fromkeys(m.region for m in fleet.machines) if any(peers[n].region == r for n in working)]
+    every = dict.fromkeys(m.region for m in fleet.machines)  # regions without work below the others
+    regions = sorted(every, key=lambda r: not any(peers[n].region == r for n in working))
     shown, ways, several, crowded = regions[:ROWS], _ways(p, fleet), len(p.stages) > 1, len(p.stages) > 8
     slowest = min(ways, key=lambda key: (min(w.bytes_per_s for w in ways[key]), -ways[key][0].delay_s), default=None)
     for key, both in ways.items():
@@ -123,14 +125,26 @@ def _draw_layout(axes: Axes, p: Prediction, fleet: Fleet, look: Look) -> None:
     devices = {
         r: Counter(peers[n].device or n.rsplit("-", 1)[0] for n in working if peers[n].region == r) for r in shown
     }
-    labels = ["\n".join([r, *(f"{n} x {device}" for device, n in devices[r].most_common(2))]) for r in shown]
+    idle = Counter(peer.region for name, peer in peers.items() if name not in working)
+    labels = [
+        "\n".join(
+            [
+                r,
+                *(f"{n} x {device}" for device, n in devices[r].most_common(2)),
+                *([f"{idle[r]} without work"] if idle[r] else []),
+            ]
+        )
+        for r in shown
+    ]
     axes.set_yticks(range(len(shown)), labels)
     layers = [s.layers for s in p.stages]
     named = [f"{n}\nlayers\n{a} to {b - 1}" if len(layers) <= LAYERED else str(n) for n, (a, b) in enumerate(layers)]
     axes.set_xticks(range(len(layers)), named, fontsize=8 if crowded else 11)
     axes.set(xlim=(-0.6, len(p.stages) - 0.4), ylim=(len(shown) - 0.4, -0.6))
     axes.set_xlabel(
-        _caption(p, ways, slowest, idle=len(peers) - len(working), more=len(regions) - len(shown)),
+        _caption(
+            p, ways, slowest, idle=sum(idle.values()) - sum(idle[r] for r in shown), more=len(regions) - len(shown)
+        ),
         fontsize=10,
         loc="left",
     )
@@ -158,7 +172,7 @@ def _caption(
         alike = len({min(w.bytes_per_s for w in both) for both in ways.values()}) == 1
         lines.append(f"slowest link{'' if alike or len(p.stages) == 1 else ' (orange)'}: {a} to {b}, {both}")
     lines += [f"{more} more regions"] if more else []
-    lines += [f"{plural(idle, 'machine')} without work in this plan"] if idle else []
+    lines += [f"{plural(idle, 'machine')} there without work in this plan"] if idle else []
     return "\n".join(part for line in lines for part in textwrap.wrap(line, WIDE))
 
 

@@ -10,9 +10,8 @@ from rich.markup import escape
 
 from muletrain.cli.show.console import say
 from muletrain.cli.show.tables import new_table
-from muletrain.planning.splits import title
+from muletrain.planning.splits import named, title
 from muletrain.sim.fleet.advice import WORTH
-from muletrain.strategies import find
 from muletrain.units import format_bytes, format_count, format_duration, format_memory, plural
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def tell(console: Console, plan: Plan, fleet: Fleet) -> None:
         console.print()
     if plan.recommended is not None:
         chosen = plan.strategies[plan.recommended]
-        say(console, f"[bold]recommended: {title(chosen)}[/bold]; {plan.why}")
+        say(console, f"[bold]recommended: {escape(named(chosen))}[/bold]; {plan.why}")
         if chosen.played_step_s is not None:
             more = 100 * (chosen.played_step_s / chosen.step_s - 1)
             say(
@@ -113,6 +112,13 @@ def _notes(plan: Plan, fleet: Fleet) -> list[str]:
             "'while machines leave' is with the file's churn (lost stages, steps taken back, states to be fetched), played as rates; all "
             "other figures are for machines that stay"
         )
+    if plan.recommended is not None:
+        full = [m for m in plan.strategies[plan.recommended].memory if _full(m)]
+        notes += [
+            f"{m.machine} is full: {100 * m.device_needs / (m.device_has or 1):.0f} % of its device by estimate, and other programs need "
+            "some, too; with less room, state memory_gib and plan again"
+            for m in full
+        ]
     if any(m.host_needs and m.host_has is None for p in able for m in p.memory):
         notes.append("host memory is assumed to be enough where the fleet file does not state it (host_gib)")
     if any(peer.forward_s for peer in fleet.peers()):
@@ -123,6 +129,10 @@ def _notes(plan: Plan, fleet: Fleet) -> list[str]:
         *notes,
         *(f"estimated: {a}; to use a measured speed, add 'tflops' beside 'device'" for a in plan.assumed),
     ]
+
+
+def _full(m: Memory) -> bool:
+    return m.device_has is not None and m.device_needs > (1 - WORTH) * m.device_has
 
 
 def _table(plan: Plan) -> Table:
@@ -140,7 +150,8 @@ def _table(plan: Plan) -> Table:
             table.add_row()
         table.add_row(escape(label), *map(show, able), end_section=end)
 
-    row("runs today", lambda p: "yes" if p.runnable else "no clients" if find(p.strategy).pooled else "not yet")
+    if not all(p.runnable for p in able):
+        row("runs today", lambda p: "yes" if p.runnable else "not yet")
     row(
         "stages",
         lambda p: f"1 ({plural(len(p.swapped), 'part')})" if p.swapped else str(len(p.stages)),
@@ -216,7 +227,7 @@ def _traffic_rows(plan: Plan, row: Callable[..., None]) -> None:
             pair = t.sender, t.receiver
             most[pair] = max(most.get(pair, rank), rank, key=itemgetter(0, 1, 2))
     busiest = [t for *_, t in sorted(most.values(), key=itemgetter(0, 1, 2), reverse=True)][:LINKS]
-    row("bytes between regions", lambda p: "")
+    row("bytes; speed of a pair", lambda p: "")  # links of a region's machines are not added up
     for t in busiest:
 
         def show(p: Prediction, pair: tuple[str, str] = (t.sender, t.receiver)) -> str:

@@ -127,5 +127,5 @@ def check_local(
         raise CapacityError(
             f"stage {stage} of {len(needs)} needs {need.need(largest)}, but a peer here may use {largest}{shared}: {need.on(largest)}"
             f"{full or need.swapping(largest)}. Nothing was started; {ADVICE}. If {format_memory(largest.device)} is wrong, set "
-            f"compute.memory"
+            f"compute.memory. If other machines are to serve, take 'muletrain start' (with --dry-run, too)"
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.config.plan_file import Prediction
 from muletrain.errors import CapacityError
-from muletrain.planning.splits import ALIKE, title
+from muletrain.planning.splits import ALIKE, clientless, title
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
@@ -133,7 +133,8 @@ class _Search:
     @property
     def best_per_s(self) -> float:
         """Tokens/s of the layout that would be recommended now."""
-        return max((p.expected_per_s for p in self.found.values() if p.runnable and not p.problem), default=0.0)
+        able = (p for p in self.found.values() if p.runnable and not p.problem and not clientless(p))
+        return max((p.expected_per_s for p in able), default=0.0)
 
     def _least(self, *strategies: str) -> float:
         """Tokens/s of the slowest prediction of ``strategies``, at least ``BEHIND`` of the best: slower results are no
@@ -170,15 +171,14 @@ class _Search:
             for s in plan_pipeline.SCHEDULES
             if ("pipeline", s) in self.found
         ]
-        pipelines = blank
+        pipelines, cuts = blank, plan_pipeline.uneven(part, self.found.values())
         if blank and self._planned * rate > self.best_per_s < self._subsets.bounds.of(counts):
             least = self._least("pipeline")
-            pipelines = [
-                b if p.problem else p
-                for b, p in zip(blank, plan_pipeline.predict(part, self._seed, limit_s / 2, least=least), strict=True)
-            ]
+            predicted, more = plan_pipeline.searched(part, self._seed, limit_s / 2, least=least)
+            pipelines = [b if p.problem else p for b, p in zip(blank, predicted, strict=True)]
+            cuts = [*dict.fromkeys([*more, *cuts])]
         least = self._least("swarm", "pipeline")
-        swarm = plan_swarm.predict(part, cuts=plan_pipeline.uneven(part, pipelines), least=least)
+        swarm = plan_swarm.predict(part, cuts=cuts, least=least)
         found = [swarm, *plan_pipeline.tried_on(part, swarm, pipelines)]
         found.append(plan_swap.predict(part, least=self._least("swap")))
         if self._pooled and self._subsets.pooled(counts):
@@ -213,9 +213,27 @@ def swappers(question: Question, p: Prediction) -> dict[str, tuple[int, Memory]]
     return found
 
 
-def worth(question: Question, chosen: Prediction, pipelines: Sequence[Prediction]) -> str:
-    """Tell which machines swap their stage in ``chosen``, and the speedup over the fastest layout without swapping
-    (swap.backing = 'off'); empty: no machine swaps. ``pipelines``: the layouts found on all machines."""
+def unswapped(question: Question, pipelines: Sequence[Prediction]) -> list[Prediction]:
+    """Predict swarm and pipelines on all machines without swapping (swap.backing = 'off'). ``pipelines``: the layouts
+    found on all machines."""
+    off = replace(_off(question), weather=Weather())
+    none = pipelines
+    if any(swappers(question, p) for p in pipelines):  # on swarm's machines, which swap
+        none = plan_pipeline.predict(off, 0, SEARCH_S)
+    swarm = plan_swarm.predict(off, cuts=plan_pipeline.uneven(off, none))
+    return [swarm, *plan_pipeline.tried_on(off, swarm, none)]
+
+
+def faster_planned(p: Prediction, others: Sequence[Prediction]) -> Prediction:
+    """Replace ``p`` by a faster one of ``others`` with the same schedule: a plan names the machines of each stage, so
+    it needs no other setting of the run."""
+    able = [q for q in others if q.schedule and q.schedule == p.schedule]
+    return next((q for q in able if p.problem or q.tokens_per_s > (1 + ALIKE) * p.tokens_per_s), p)
+
+
+def worth(question: Question, chosen: Prediction, without: Sequence[Prediction]) -> str:
+    """Tell which machines swap their stage in ``chosen``, and the speedup over the fastest layout ``without`` swapping;
+    empty: no machine swaps."""
     part = question.without(chosen.left_out)
     if not (found := swappers(part, chosen)):
         return ""
@@ -226,13 +244,7 @@ def worth(question: Question, chosen: Prediction, pipelines: Sequence[Prediction
         f"which has {format_memory(has or 0)})"
         for (entry, s, has), n in rows.items()
     )
-    off = replace(_off(question), weather=Weather())
-    none = pipelines
-    if any(swappers(question, p) for p in pipelines):  # on swarm's machines, which swap
-        none = plan_pipeline.predict(off, 0, SEARCH_S)
-    swarm = plan_swarm.predict(off, cuts=plan_pipeline.uneven(off, none))
-    without = [swarm, *plan_pipeline.tried_on(off, swarm, none)]
-    best = max((p.tokens_per_s for p in without if not p.problem), default=0.0)
+    best = max((p.tokens_per_s for p in without), default=0.0)
     if not best:
         return f"{who}: without, there is no layout"
     return f"{who}: {chosen.tokens_per_s / best:.2f}x as fast as the fastest layout without"

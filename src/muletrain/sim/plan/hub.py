@@ -42,8 +42,7 @@ NOTE = (
 )
 
 NO_CLIENTS = (
-    "without clients, since moving weights and gradients takes longer than they save: that is 'swarm' on fewer machines, so it is not "
-    "recommended"
+    "without clients, since moving weights and gradients takes longer than they save; its machines keep these stages"
 )
 SEARCHED = 2
 """Sizes of microbatches, the smallest ones, with which machines and layers are searched for."""
@@ -294,7 +293,7 @@ def told(a: Allocated) -> Prediction:
     )
     return Prediction(
         strategy="hub",
-        runnable=helped and find("hub").runs,
+        runnable=find("hub").runs,
         microbatch=setting.cost.sequences,
         microbatches=(setting.cost.microbatches,),
         stages=stages,

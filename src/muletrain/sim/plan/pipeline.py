@@ -54,6 +54,18 @@ def predict(
     least: float = 0.0,
 ) -> list[Prediction]:
     """Predict each schedule. ``least``: tokens/s of interest; layouts with a lower estimate are not played."""
+    return searched(question, seed, time_limit_s, watch, least)[0]
+
+
+def searched(
+    question: Question,
+    seed: int,
+    time_limit_s: float,
+    watch: Callable[[float], None] = lambda share: None,
+    least: float = 0.0,
+) -> tuple[list[Prediction], list[Cut]]:
+    """Predict each schedule, and list uneven cuts to try with other strategies, also of layouts that are not played: a
+    cut that is slow as a pipeline may be fast as a swarm."""
     counts, tokens = question.stage_counts(), question.run.train.batch * question.spec.context
     best: dict[Schedule, list[tuple[float, Placed]]] = {schedule: [] for schedule in SCHEDULES}
     problem = ""
@@ -72,10 +84,12 @@ def predict(
                 problem = str(e)
         watch((n + 1) / len(counts))
     hurried = any(not placed.complete for found in best.values() for _, placed in found)
+    shortlists = {schedule: promising(found) for schedule, found in best.items() if found}
+    cuts = [placed.scene.setting.cut for near in shortlists.values() for _, placed in near]
     played = {
         schedule: [(_expected_s(question, placed, schedule), placed) for placed in near]
-        for schedule, found in best.items()
-        if found and (near := [placed for s, placed in promising(found) if NEARLY * s * least <= tokens])
+        for schedule, shortlist in shortlists.items()
+        if (near := [placed for s, placed in shortlist if NEARLY * s * least <= tokens])
     }
     winners = [(schedule, min(found, key=itemgetter(0))[1]) for schedule, found in played.items()]
     for winner, placed in winners:
@@ -83,7 +97,7 @@ def predict(
             other = _fastest(question, placed, [placed.scene.setting.cost.sequences]).get(schedule)
             if isinstance(other, tuple):
                 played.setdefault(schedule, []).append((_expected_s(question, other[1], schedule), other[1]))
-    return [
+    predictions = [
         with_haste(told(question, min(played[schedule], key=itemgetter(0))[1], schedule), hurried=hurried)
         if schedule in played
         else Prediction(
@@ -94,6 +108,7 @@ def predict(
         )
         for schedule in SCHEDULES
     ]
+    return predictions, _both_ways(question, [*_cuts_of(predictions), *cuts])
 
 
 def tried_on(question: Question, swarm: Prediction, pipelines: Sequence[Prediction]) -> list[Prediction]:
@@ -296,8 +311,16 @@ def _sent(placed: Placed, shares: Sequence[int]) -> Bytes:
 
 
 def uneven(question: Question, predictions: Iterable[Prediction]) -> list[Cut]:
-    """List the predictions' uneven cuts, and their mirror images: newcomers fill the first stages first."""
-    cuts = [tuple(stage.layers for stage in p.stages) for p in predictions if not p.problem]
+    """List the predictions' uneven cuts, and their mirror images."""
+    return _both_ways(question, _cuts_of(predictions))
+
+
+def _cuts_of(predictions: Iterable[Prediction]) -> list[Cut]:
+    return [tuple(stage.layers for stage in p.stages) for p in predictions if not p.problem]
+
+
+def _both_ways(question: Question, cuts: Iterable[Cut]) -> list[Cut]:
+    """List the uneven ones of ``cuts``, and their mirror images: newcomers fill the first stages first."""
     layers = question.spec.layers
     both = [c for cut in cuts for c in (cut, tuple((layers - end, layers - first) for first, end in reversed(cut)))]
     return [cut for cut in dict.fromkeys(both) if cut != question.spec.cut(len(cut))]

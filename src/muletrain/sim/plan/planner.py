@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from muletrain.config.plan_file import Plan, Prediction
 from muletrain.errors import CapacityError
-from muletrain.planning.splits import recommend
+from muletrain.planning.splits import clientless, recommend
+from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.loop import seldom_collected
 from muletrain.sim.plan import fewer
 from muletrain.sim.plan import hub as plan_hub
@@ -55,14 +56,15 @@ def predict(
     watch: Callable[[str, float], None] = fewer.unwatched,
 ) -> fewer.Predictions:
     """Predict every strategy on all machines in question. Arguments: see ``plan``."""
-    pipelines = plan_pipeline.predict(question, seed, time_limit_s / 2, lambda share: watch("pipeline", share))
-    cuts = plan_pipeline.uneven(question, pipelines)
+    pipelines, cuts = plan_pipeline.searched(question, seed, time_limit_s / 2, lambda share: watch("pipeline", share))
+    hub = plan_hub.predict(question, seed, time_limit_s / 2, lambda share: watch("hub", share))
+    cuts = [*dict.fromkeys([*cuts, *plan_pipeline.uneven(question, [hub])])]
     swarm = plan_swarm.predict(question, lambda share: watch("swarm", share), cuts)
     return {
         "swarm": [swarm],
         "pipeline": plan_pipeline.tried_on(question, swarm, pipelines),
         "swap": [plan_swap.predict(question)],
-        "hub": [plan_hub.predict(question, seed, time_limit_s / 2, lambda share: watch("hub", share))],
+        "hub": [hub],
     }
 
 
@@ -86,11 +88,19 @@ def plan(
         whys = {p.strategy: p.problem for p in several}
         raise CapacityError(f"{whys['swarm']}. Strategy swap, which needs less of the device: {whys['swap']}")
     found = [limited(question, with_haste(p, hurried=not few.complete and p.runnable)) for p in several]
-    best, why = recommend(found, all_stay=all(peer.reliable for peer in question.fleet.peers()))
+    all_stay = all(peer.reliable for peer in question.fleet.peers())
+    best, why = recommend(found, all_stay=all_stay)
     chosen = None if best is None else found[best]
+    without = list[Prediction]()
+    if chosen is not None and fewer.swappers(question.without(chosen.left_out), chosen):
+        without = [p for p in fewer.unswapped(question, predicted["pipeline"]) if not p.problem]
+        if question.weather == Weather():  # else they are not rated as the others are
+            found = [limited(question, fewer.faster_planned(p, without)) for p in found]
+            best, why = recommend(found, all_stay=all_stay)
+            chosen = None if best is None else found[best]
     others, told = [], ""
     if chosen is not None and chosen.left_out:
-        able = [p for p in whole if p.runnable and not p.problem]
+        able = [p for p in whole if p.runnable and not p.problem and not clientless(p)]
         others = [limited(question, max(able, key=lambda p: p.expected_per_s))] if able else []
         told = fewer.compared(question, chosen, others[0]) if able else fewer.ONLY_FEWER
     run, spec = question.run, question.spec
@@ -104,8 +114,8 @@ def plan(
         recommended=best,
         why=why,
         fewer=told,
-        swapping="" if chosen is None else fewer.worth(question, chosen, predicted["pipeline"]),
-        improvements=() if chosen is None else improvements(question, chosen, others),
+        swapping="" if chosen is None else fewer.worth(question, chosen, without),
+        improvements=() if chosen is None else improvements(question, chosen, [*others, *without]),
         without_work=() if chosen is None else without_work(question, chosen),
         assumed=question.assumed(),
     )

@@ -195,17 +195,19 @@ class Question:
         if not need.resident(offer) and need.swapped is not None:
             return _swapped(entry, stage, need, need.swapped.at(offer), offer)
         need = need.on(offer)
+        device_needs, host_needs = need.of_device(offer) + kept, 0 if offer.host is None else need.on_host
+        activations = kept + (need.activations if offer.host is None else need.activations_on_device)
         return Memory(
             machine=entry,
             stage=stage,
             weights=need.weights,
             optimizer=need.moments,
-            gradients=need.gradient,
-            activations=need.activations + kept,
+            gradients=device_needs + host_needs - need.weights - need.moments - need.copies - activations,
+            activations=activations,
             buffers=need.copies,
-            device_needs=need.of_device(offer) + kept,
+            device_needs=device_needs,
             device_has=stated(offer.device),
-            host_needs=0 if offer.host is None else need.on_host,
+            host_needs=host_needs,
             host_has=None if offer.host is None else stated(offer.host),
         )
 
@@ -302,17 +304,21 @@ def traffic(regions: Sequence[str], links: Sequence[Sequence[Link]], sent: Bytes
 def _swapped(entry: str, stage: int, need: StageMemory, swapped: SwapMemory, offer: Offer) -> Memory:
     """Memory of a machine that swaps its stage. State on a disk is not counted."""
     disk = swapped.on_disk(offer)
+    weights, optimizer, gradients, activations = (
+        (0, 0, 0, 0) if disk else (swapped.state - need.moments, need.moments, swapped.gradients, swapped.between)
+    )
+    host_needs = 0 if disk else swapped.of_host(offer)
     return Memory(
         machine=entry,
         stage=stage,
-        weights=swapped.state - need.moments,
-        optimizer=need.moments,
-        gradients=swapped.gradients,
-        activations=swapped.between,
-        buffers=swapped.copies(offer),
+        weights=weights,
+        optimizer=optimizer,
+        gradients=gradients,
+        activations=activations,
+        buffers=swapped.least + host_needs - weights - optimizer - gradients - activations,
         device_needs=swapped.least,
         device_has=stated(offer.device),
-        host_needs=0 if disk else swapped.of_host(offer),
+        host_needs=host_needs,
         host_has=None if disk or offer.host is None else stated(offer.host),
     )
 
