@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import os
 import re
 import shutil
@@ -77,12 +78,19 @@ class Scene:
     width: int = 1440
     height: int = 1500
     patience_s: float = 600
+    before: tuple[tuple[str, ...], ...] = ()
+    """Commands to run first."""
 
 
 def sim(*more: str) -> tuple[str, ...]:
     """A fleet of 40 machines in three regions."""
     sets = ("model.preset=gpt3-125m", "fleet.stages=4", "train.batch=64", *more)
     return ("dashboard", "--sim", "fleet.toml", "--hours", "0.1", *(w for s in sets for w in ("--set", s)))
+
+
+def short(*sets: str) -> tuple[str, ...]:
+    """A run of a minute."""
+    return ("run", *(w for s in ("train.steps=60", *sets) for w in ("--set", s)))
 
 
 SCENES = {
@@ -107,34 +115,40 @@ SCENES = {
     ),
     "sim": Scene(sim(), f"{STEP} >= 8", scheme="dark", patience_s=1800),
     "thousand": Scene((), f"{STEP} >= 30", height=1300),
-    "compare": Scene((), "document.querySelectorAll('#compare tr').length > 9", height=1000),
-    "phone": Scene((), f"{STEP} >= 30", scheme="dark", width=390, height=1900),
+    "compare": Scene(
+        ("dashboard", "--port", "0", "runs/*"),
+        "document.querySelectorAll('#compare tr').length > 9",
+        height=1000,
+        before=(short("optimizer.lr=0.001"), short("optimizer.lr=0.004", "fleet.stages=1")),
+    ),
+    "phone": Scene(
+        ("run", "--dashboard", "0", "--chaos", "kill stage1@step20"),
+        f"{STEP} >= 30",
+        scheme="dark",
+        width=390,
+        height=1900,
+    ),
 }
 
 
 @contextmanager
-def served(name: str, scene: Scene, folder: Path) -> Iterator[str]:
+def served(scene: Scene, folder: Path) -> Iterator[str]:
     """The address of the scene's page."""
+    for words in scene.before:
+        subprocess.run([*RUN, *words], cwd=folder, check=True, stdout=subprocess.DEVNULL)
     if scene.words:
-        with command(scene.words, folder) as url:
+        found = (sorted(str(p) for p in folder.glob(w)) if "*" in w else [w] for w in scene.words)
+        with command(tuple(itertools.chain(*found)), folder) as url:
             yield url
         return
     with Dashboard(0) as board:
-        board.pages.extend(pages(name))
+        board.pages.extend(pages())
         yield board.url
 
 
-def pages(name: str) -> list[RunPage]:
-    """Pages of played events."""
-    if name == "thousand":
-        return [filled(RunPage("thousand-peers"), peers=1000, stages=16, steps=34, losses=25, microbatches=1024)]
-    if name == "phone":
-        return [filled(RunPage("eight-at-home"), peers=8, stages=4, steps=60, losses=2, seed=3)]
-    compared = []
-    for k, lr in enumerate(("0.0003", "0.001")):
-        page = RunPage(f"lr-{lr}", config={"optimizer.lr": lr, "train.batch": "512", "fleet.stages": str(4 - 2 * k)})
-        compared.append(filled(page, peers=8, stages=4 - 2 * k, steps=200, seed=k, step_s=10 - 3 * k))
-    return compared
+def pages() -> list[RunPage]:
+    """A page of played events: a thousand peers take hours to simulate message by message."""
+    return [filled(RunPage("thousand-peers"), peers=1000, stages=16, steps=34, losses=25, microbatches=1024)]
 
 
 def filled(page: RunPage, **run: float) -> RunPage:
@@ -190,15 +204,16 @@ def main(asked: list[str]) -> None:
     OUT.mkdir(exist_ok=True)
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
     with sync_playwright() as started, tempfile.TemporaryDirectory() as work:
-        (Path(work) / "fleet.toml").write_text(REGIONS, encoding="utf-8")
         chromium = shutil.which("chromium") or shutil.which("google-chrome")
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         for name in names:
-            begun = time.monotonic()
+            begun, folder = time.monotonic(), Path(work) / name
+            folder.mkdir()
+            (folder / "fleet.toml").write_text(REGIONS, encoding="utf-8")
             if name in given:
                 picture(browser, given[name], SCENES[name], OUT / f"{name}.webp")
             else:
-                with served(name, SCENES[name], Path(work)) as url:
+                with served(SCENES[name], folder) as url:
                     picture(browser, url, SCENES[name], OUT / f"{name}.webp")
             print(f"{name}: {time.monotonic() - begun:.0f} s")
 
