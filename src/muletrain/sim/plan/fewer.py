@@ -250,10 +250,15 @@ def worth(question: Question, chosen: Prediction, without: Sequence[Prediction])
     return f"{who}: {chosen.tokens_per_s / best:.2f}x as fast as the fastest layout without"
 
 
+def machines(p: Prediction) -> set[str]:
+    """The names of the machines in a layout."""
+    return {name for stage in p.stages for name in stage.machines}
+
+
 def compared(question: Question, chosen: Prediction, whole: Prediction) -> str:
     """Compare ``chosen``, which leaves machines out, with ``whole`` under churn, and name the batch that turns the
     result."""
-    few, many = (len({name for s in p.stages for name in s.machines}) for p in (chosen, whole))
+    few, many = (len(machines(p)) for p in (chosen, whole))
     who = f"{few} machines" if few > 1 else f"{chosen.stages[0].machines[0]} alone"
     stays = ""
     if whole.expected_per_s < STEADY * whole.tokens_per_s:

@@ -101,8 +101,10 @@ def plan(
     others, told = [], ""
     if chosen is not None and chosen.left_out:
         able = [p for p in whole if p.runnable and not p.problem and not clientless(p)]
-        others = [limited(question, max(able, key=lambda p: p.expected_per_s))] if able else []
-        told = fewer.compared(question, chosen, others[0]) if able else fewer.ONLY_FEWER
+        told = "" if able else fewer.ONLY_FEWER
+        if larger := [p for p in able if len(fewer.machines(p)) > len(fewer.machines(chosen))]:
+            others = [limited(question, max(larger, key=lambda p: p.expected_per_s))]
+            told = fewer.compared(question, chosen, others[0])
     run, spec = question.run, question.spec
     return Plan(
         fleet=question.fleet.name,
