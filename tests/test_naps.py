@@ -77,7 +77,8 @@ def test_a_planned_pipeline_goes_on_soon_after_its_peers_wake_up(naps: tuple[Nap
     world = Scenario(1, stages, 1, 4, 16, 0.0, faults, overrides=planned(stages, "1f1b"), longer=20.0, slower=20.0)
     outcome = play(world)
     assert outcome.violations == []
-    assert outcome.virtual_s < max(at_s + for_s for _, at_s, for_s in naps) + 5 * world.step_s
+    done_s = max(at_s for at_s, text in outcome.timeline if " step_applied " in text)  # who sleeps on is left behind
+    assert done_s < max(at_s + for_s for _, at_s, for_s in naps) + 5 * world.step_s
 
 
 def test_many_replicas_that_come_and_go_agree() -> None:

@@ -8,7 +8,7 @@ Touvron et al. 2023, table 2; Llama 3: Grattafiori et al. 2024, table 3.
 
 from __future__ import annotations
 
-from muletrain.config.problems import hint
+from muletrain.config.problems import closest
 from muletrain.errors import ConfigError
 
 Value = int | float | str | None
@@ -39,7 +39,9 @@ def preset_fields(name: str) -> dict[str, Value]:
     """Fields of ``ModelConfig`` that the preset sets. Raises ConfigError for an unknown name."""
     key = _ALIASES.get(name, name)
     if key not in _SIZES:
-        raise ConfigError(f"model.preset: no preset {name!r}; {hint(name, [*PRESETS, *_ALIASES])}")
+        guess = closest(name, [*PRESETS, *_ALIASES])
+        perhaps = f"did you mean '{guess}'? " if guess else ""
+        raise ConfigError(f"model.preset: no preset {name!r}; {perhaps}choose one of {', '.join(PRESETS)}")
     fields = dict(zip(_COLUMNS, _SIZES[key], strict=True))
     if key.startswith("llama"):
         fields["dropout"] = 0.0  # Llama was trained without; GPT-3's paper does not say
