@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from proofs.draws import draw
 from proofs.play import play
 from proofs.scenario import Fault, Scenario
 
@@ -36,3 +37,11 @@ def test_a_stage_whose_links_flap_goes_on(scenario: Scenario) -> None:
     assert outcome.violations == []
     assert outcome.left_behind == []
     assert outcome.stood_s <= LONGEST_S + 2 * scenario.step_s
+
+
+@pytest.mark.parametrize("seed", [43, 45])
+def test_half_of_a_stage_speaks_for_the_rest_before_a_minute_is_over(seed: int) -> None:
+    """A replica that two others cannot hear holds the round, and asks them in vain. Found by 'python -m proofs fuzz'."""
+    outcome = play(draw(seed, "flapping links"))
+    assert outcome.violations == []
+    assert outcome.stood_s <= outcome.scenario.bound_s

@@ -11,10 +11,12 @@ import pytest
 
 from muletrain.errors import ProtocolError
 from muletrain.policy.deadline import Deadline
+from muletrain.runtime.averaging.rounds import usual_round
 from muletrain.runtime.members.row import RoundEntry, Row
 from muletrain.runtime.microbatch.inflight import Ledger
 from muletrain.runtime.step.record import StepRecord, round_id
 from muletrain.runtime.step.record_builder import UNDECIDED_S, RecordBuilder
+from muletrain.runtime.step.state import StepState
 
 LINEAGE = b"L" * 32
 
@@ -56,7 +58,7 @@ class Alive:
 
     def builder(self) -> RecordBuilder:
         clock: Any = SimpleNamespace(now=lambda: self.now_s)
-        return RecordBuilder(4, LINEAGE, len(self.stages), LINEAGE, self, clock, PATIENCE)
+        return RecordBuilder(4, LINEAGE, len(self.stages), LINEAGE, self, clock, PATIENCE.seconds)
 
 
 def record(*entries: RoundEntry, live: tuple[tuple[str, ...], ...] = (("a",), ("a",))) -> StepRecord | None:
@@ -379,3 +381,14 @@ def test_rounds_differ_when_members_disagree_on_anything() -> None:
         round_id(LINEAGE, 0, 1, 0, sealed, ("a", "b"), False, (), ("z",)),
     ]
     assert len({base, *others}) == 9
+
+
+def test_silent_replicas_have_the_time_of_slow_rounds() -> None:
+    """1 GB of gradients takes minutes on a home link, while microbatches take seconds."""
+    state: Any = object.__new__(StepState)
+    state._patience, state._usual = Deadline(), usual_round()
+    state._patience.measured(3.0)
+    quick_s = state._silence_s()
+    assert quick_s == state._patience.seconds()
+    state._usual.measured(400.0)
+    assert state._silence_s() == 800.0

@@ -77,6 +77,11 @@ class Usual:
         self._base_s = None
 
     @property
+    def known(self) -> bool:
+        """Was anything measured?"""
+        return bool(self._recent_s)
+
+    @property
     def median_s(self) -> float:
         """Of the recent answers; there must be one."""
         return statistics.median(self._recent_s)

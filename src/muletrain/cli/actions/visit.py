@@ -238,7 +238,7 @@ def folder_of(run: str | None) -> Path | None:
 
 
 def found_run(run: str | None) -> Found:
-    """The run that an argument RUN names: a ticket, or a run folder; None: the one that goes on here. Raises
+    """Finds the run of an argument RUN: a ticket or a run folder. None stands for the run that goes on here. Raises
     MuletrainError."""
     folder = folder_of(run)
     return find(folder) if run is None or folder is not None else Found(None, Ticket.parse(run))

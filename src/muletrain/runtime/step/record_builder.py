@@ -12,10 +12,9 @@ from muletrain.runtime.members.row import RoundEntry
 from muletrain.runtime.step.record import StageEntry, StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from muletrain.clock import Clock
-    from muletrain.policy.deadline import Deadline
     from muletrain.runtime.members.row import TiedEntry
 
 _FACTS = tuple(name for name in RoundEntry.model_fields if name not in ("holder", "without", "shards"))
@@ -100,8 +99,8 @@ class RecordBuilder:
     """hash(R_{t-1})"""
     live: LiveReplicas
     clock: Clock
-    patience: Deadline
-    """How long steps take."""
+    patience: Callable[[], float]
+    """Returns how long the replicas that hold no round may take [s]."""
     tied: tuple[int, ...] = ()
     """The two stages that share parameters, if any."""
     news: Counter[int] = field(default_factory=Counter)
@@ -284,7 +283,7 @@ class RecordBuilder:
         if voters <= attesting:
             possible, patience_s = whole, UNDECIDED_S
         else:  # a long silent voter may never attest; but fewer than half do not speak for the rest
-            possible, patience_s = held_by_half(whole, voters), max(UNDECIDED_S, self.patience.seconds())
+            possible, patience_s = held_by_half(whole, voters), max(UNDECIDED_S, self.patience())
         if most or not possible:
             self._undecided.pop(stage, None)
         elif self.clock.now() - self._undecided.setdefault(stage, self.clock.now()) >= patience_s:

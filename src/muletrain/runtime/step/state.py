@@ -34,12 +34,12 @@ class StepState:
 
     def __init__(self, ctx: Context, position: Position, usual: Usual, patience: Deadline) -> None:
         """``usual``: usual duration of rounds. ``patience``: of a step."""
-        self._ctx, self._position = ctx, position
+        self._ctx, self._position, self._usual = ctx, position, usual
         self.work = position.work
         self.step, self.lineage = position.step, position.lineage
         tied = () if ctx.plan.tied is None else ctx.plan.tied.stages
         self.builder = RecordBuilder(
-            self.step, self.lineage, ctx.plan.stages, position.applied, ctx.roster, ctx.clock, patience, tied
+            self.step, self.lineage, ctx.plan.stages, position.applied, ctx.roster, ctx.clock, self._silence_s, tied
         )
         self.averager = Averager(ctx, self, usual)
         self.gradient: MeanGradient | None = None
@@ -225,6 +225,11 @@ class StepState:
         self._holders = [e for e in attesting if roster.is_alive(e.holder)]
         self._committed = frozenset(m for r in rounds if not self.unsealed(r) for m in r.holders)
         self._looked = known
+
+    def _silence_s(self) -> float:
+        """The time after which replicas that hold no round stay silent for good: as long as a step's microbatches take,
+        or twice as long as a round, since 1 GB of gradients takes minutes on a slow link [s]."""
+        return max(self._patience.seconds(), 2 * self._usual.median_s if self._usual.known else 0.0)
 
     def _long_ago_s(self) -> float:
         """The time as long ago as a step takes, if no microbatch came on here since; else -inf: work that goes on needs
