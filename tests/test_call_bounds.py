@@ -335,19 +335,3 @@ def test_a_relay_gives_one_member_half_of_its_pipes_and_dials_for_it_now_and_the
         await relay._lend("a", "b", [], cast("Any", None))
 
     run(scenario)
-
-
-def test_a_peer_that_is_down_and_asks_is_asked_back(tmp_path: Path) -> None:
-    """Its questions arrive again, so perhaps it answers again, too."""
-
-    async def scenario() -> None:
-        target = Target(0, tmp_path)
-        await ready(target)
-        ctx = target.peer._ctx
-        ctx.detector.mark_down("last", "no answer")
-        ask = Sync(lineage=GENESIS.lineage, step=0, stage=1)
-        await target.others["last"].call(target.name, Sync.KIND, ask.pack(), timeout_s=5)
-        await until(lambda: ctx.roster.is_alive("last"), 1.0)
-        await ended(target)
-
-    run(scenario)

@@ -230,6 +230,6 @@ def test_a_stage_that_takes_itself_to_be_behind_keeps_its_state_if_nobody_has_a_
         return True
 
     monkeypatch.setattr(Exchange, "went_on", lured)
-    outcome = play(replicas_apart(1.7))
+    outcome = play(replicas_apart(1.5))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert [text for _, text in outcome.timeline if " state_kept " in text]

@@ -324,8 +324,5 @@ class Incoming:
         row = at.row(ask.step, ask.lineage, brief=ask.brief)
         if at.life.state is State.LEAVING:
             row = Row(current=False, step=at.step, stage=self._ctx.roster.own.stage, branch=branch)
-        down = sender in self._ctx.roster.everyone() and not self._ctx.roster.is_alive(sender)
-        if down and self._ctx.detector.worth_a_try((sender,)):
-            self._ctx.spawn(self._runner.exchange.find_out(sender), "ask back")  # messages from there arrive again
         said = self._runner.exchange.statements(sender, ask)
         return row.model_copy(update={"rival": rival, "late": bool(self._ctx.meter.late), **said}).pack()
