@@ -11,10 +11,11 @@ from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.checkpoint.messages import PartReady
 from muletrain.runtime.members.messages import Acquaintances, Introduce, Member, Suspected
-from muletrain.runtime.members.row import RoundEntry, Row, Seal, ShardFacts, Sync
+from muletrain.runtime.members.row import Counts, RoundEntry, Row, Seal, ShardFacts, StageEntry, Sync
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.messages import Back
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
+from muletrain.runtime.step.record import StepRecord
 from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
 from muletrain.wire.codec import encode_raw
 
@@ -64,6 +65,8 @@ whose microbatches are whose, whether it seals (it never does), how it came to i
 whether it holds the gradient (it never tells; or only when it is asked, once it has applied the step), that it sends
 its part of it, although none comes, that it has no room for any microbatch, as soon as it has said that it has, and
 that it goes on with the step alone (it computes nothing)."""
+SPEAKS = "speaks"
+"""It lies as a speaker: which round of its stage counts, and what the record is."""
 
 
 _UNSAID: dict[str, type] = {
@@ -228,7 +231,15 @@ class Liar:
             return message.model_copy(update={"busy_s": 0.0, "away_s": 1e6}).frame(frame.tensors)
         if self.how == "parts" and isinstance(message, PartReady):
             return message.model_copy(update={"digest": self._rng.randbytes(32)}).frame(frame.tensors)
+        if self.how == SPEAKS and isinstance(message, Counts):
+            entries = tuple(e.model_copy(update={"square_norm": 1e12}) for e in message.entries)
+            lie = {"entries": entries, "record": message.record and self._record(message, entries)}
+            return message.model_copy(update=lie).frame(frame.tensors)
         return frame
+
+    def _record(self, said: Counts, entries: tuple[StageEntry, ...]) -> bytes:
+        """The hash of the record that would have ``entries``, without delayed updates."""
+        return StepRecord(said.step, said.lineage, entries, said.product).hash
 
     def _alone(self, seal: Seal) -> Seal:
         """Without some of those it counts on, or without any."""
@@ -288,10 +299,7 @@ class Liar:
             row = row.model_copy(update={"seal": self._alone(row.seal)})
         if self.how != "records" or not row.applied:
             return row
-        forged = tuple(
-            e.model_copy(update={"shards": tuple(s.model_copy(update={"square_norm": 1e12}) for s in e.shards)})
-            for e in row.applied
-        )
+        forged = tuple(e.model_copy(update={"square_norm": 1e12}) for e in row.applied)
         return row.model_copy(update={"applied": forged, "record": self._rng.randbytes(32), "step": ask.step + 1})
 
     def _history(self, payload: bytes, told: bytes) -> bytes:

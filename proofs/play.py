@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muletrain.model import chain
-from muletrain.policy import fork_choice
+from muletrain.policy import fork_choice, speakers
 from muletrain.runtime.checkpoint import checkpointing
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.microbatch import cross_check
@@ -46,6 +46,8 @@ SHORT = {
 checkpoints and microbatches."""
 PIECES = {(chain, "LOSS_CHUNK"): 3 * 640 * chain.LOSS_BYTES}
 """What a scenario in pieces has instead: the loss of three tokens at once."""
+SPOKEN = {(speakers, "DIRECT"): 0}
+"""What a scenario with speakers has instead."""
 
 
 @contextmanager
@@ -53,6 +55,7 @@ def _limits(scenario: Scenario) -> Iterator[None]:
     """Set the scenario's limits in this process."""
     given = SHORT if scenario.short else {}
     given = {**given, **(PIECES if "compute.checkpointing=block" in scenario.overrides else {})}
+    given |= SPOKEN if scenario.speakers else {}
     before = {key: getattr(*key) for key in given}
     try:
         for (module, name), value in given.items():

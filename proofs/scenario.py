@@ -121,6 +121,8 @@ class Scenario:
     """Peers remember little (``proofs.play``): what long runs reach, this one does, too."""
     resume_s: float | None = None
     """Then all machines lose power; the run is begun again from what was written."""
+    speakers: bool = False
+    """Few peers speak for their stage, as in runs of more than ``policy.speakers.DIRECT`` peers."""
     given_weights: bool = False
     """The first weights are not drawn, as with ``model.from``."""
 

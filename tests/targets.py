@@ -34,7 +34,7 @@ from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.roster import Genesis, Member, Roster
-from muletrain.runtime.members.row import Abstain, RoundEntry, Row, Seal, Sync, TiedEntry
+from muletrain.runtime.members.row import Abstain, Counts, RoundEntry, Row, Seal, Sync, TiedEntry
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.peer.messages import Away, Back, Report
@@ -130,6 +130,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         Reduced(round=digest, step=0, chunk=index, square_norm=1.0, finite=True).frame([chunk]),
         RoundEntry(**entry).frame(),
         Abstain(**at, attempt=1).frame(),
+        Counts(**at, entries=(RoundEntry(**entry).for_record(),)).frame(),
         TiedEntry(**at, rounds=(bytes(32), bytes(32)), product=1.0).frame(),
         Away().frame(),
         Back(**at).frame(),

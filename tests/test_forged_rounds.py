@@ -12,7 +12,7 @@ import pytest
 from muletrain.runtime.members.row import RoundEntry, ShardFacts, Sync
 from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.peer.peer import Peer
-from muletrain.runtime.step.record import StageEntry, StepRecord
+from muletrain.runtime.step.record import StepRecord
 from proofs.lying import LIES
 from proofs.play import play
 from proofs.scenario import FOR_EVER_S, Fault, Scenario, planned
@@ -162,9 +162,9 @@ def test_what_one_member_says_that_others_agreed_on_counts_for_nothing(
             forged(ask.lineage, ask.step, others(peer)[0], tuple(sorted(others(peer)))),
         )
         builder = peer.runner.state.builder
-        stages = (StageEntry(e.round, e.shards, e.stop, e.leaves, e.expelled) for e in rounds)
-        record = StepRecord(builder.step, builder.previous, tuple(stages))
-        return {"applied": rounds, "record": record.hash}
+        record = StepRecord(builder.step, builder.previous, tuple(e.for_record() for e in rounds))
+        own = rounds[1].model_copy(update={"holder": liar})
+        return {"applied": record.stages, "record": record.hash, "entry": own}
 
     answering(monkeypatch, liar, applied)
     outcome = played(replicas)

@@ -166,7 +166,7 @@ def step_of(step: int) -> tuple[RecordBuilder, MeanGradient]:
 
 
 def kept(own: GradientLog) -> list[int]:
-    return [s for s in range(20) if own.applied("nobody", s, bytes(32))[0]]
+    return [s for s in range(20) if own.applied("nobody", s, bytes(32)) is not None]
 
 
 def test_those_believed_dead_are_tried_less_and_less() -> None:

@@ -13,8 +13,8 @@ from muletrain.runs.training import Training
 from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.members.leaving import Departure
 from muletrain.runtime.members.roster import MAX_GONE, MAX_MEMBERS, Genesis, Member, Roster
-from muletrain.runtime.members.row import ShardFacts
-from muletrain.runtime.step.record import StageEntry, StepRecord
+from muletrain.runtime.members.row import StageEntry
+from muletrain.runtime.step.record import StepRecord
 from proofs.play import play
 from proofs.scenario import Fault, Scenario
 from proofs.verdict import LEFT, Outcome, readable
@@ -28,12 +28,17 @@ pytestmark = pytest.mark.timeout(400)
 
 def record(*stages: list[str | None]) -> StepRecord:
     """Of each stage: which of its members want to go."""
-    facts = ShardFacts(content=bytes(32), square_norm=1.0, finite=True)
     entries = [
         StageEntry(
-            bytes(32), (facts,) * len(leaves), stop=False, leaves=tuple(sorted(w for w in leaves if w is not None))
+            stage=stage,
+            round=bytes(32),
+            size=len(leaves),
+            content=bytes(32),
+            square_norm=1.0,
+            finite=True,
+            leaves=tuple(sorted(w for w in leaves if w is not None)),
         )
-        for leaves in stages
+        for stage, leaves in enumerate(stages)
     ]
     return StepRecord(3, bytes(32), tuple(entries))
 

@@ -17,8 +17,8 @@ from muletrain.compute.scaling import LossScale
 from muletrain.events import StepApplied, StepDone, SteppedBack
 from muletrain.optim.flat import FlatLayout
 from muletrain.runs.view import RunView, SkipsView
-from muletrain.runtime.members.row import ShardFacts
-from muletrain.runtime.step.record import StageEntry, StepRecord
+from muletrain.runtime.members.row import StageEntry
+from muletrain.runtime.step.record import StepRecord
 from proofs.play import play
 from proofs.scenario import Fault, Scenario
 from tests.test_cli import SMALL, TWO
@@ -41,8 +41,11 @@ def applied(step: int, stage: int, tensor: str) -> StepApplied:
 
 def test_the_gradient_norm_of_a_skipped_step_is_no_number() -> None:
     def record(*finite: bool) -> StepRecord:
-        facts = (ShardFacts(content=bytes(32), square_norm=4.0 if f else 0.0, finite=f) for f in finite)
-        return StepRecord(3, bytes(32), tuple(StageEntry(bytes(32), (f,), stop=False) for f in facts))
+        stages = (
+            StageEntry(stage=stage, round=bytes(32), size=1, content=bytes(32), square_norm=4.0 if f else 0.0, finite=f)
+            for stage, f in enumerate(finite)
+        )
+        return StepRecord(3, bytes(32), tuple(stages))
 
     assert record(True, True).gradient_norm == pytest.approx(math.sqrt(8))
     assert not record(True, True).skip

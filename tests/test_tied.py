@@ -21,6 +21,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.model.traced.chain import TracedModel
 from muletrain.optim import tied
 from muletrain.runtime.members.row import TiedEntry
+from muletrain.runtime.step.record import StepRecord
 from muletrain.runtime.step.record_builder import UNDECIDED_S
 from muletrain.runtime.step.tied import TiedSum
 from muletrain.sim.setting import run_cost
@@ -189,9 +190,9 @@ def test_two_that_state_different_products_are_no_deadlock() -> None:
 
 def test_another_product_is_another_history() -> None:
     world = Alive(("me",), ("b", "c"))
-    claimed, told = (entry(0, "me"), entry(1, "b")), world.builder()
+    claimed, told = (entry(0, "me").for_record(), entry(1, "b").for_record()), world.builder()
     told.tied = (0, 1)
-    right = told.record_of(claimed, 1.0)
+    right = StepRecord(4, LINEAGE, claimed, 1.0)
     assert not told.claim("b", claimed, right.hash, 2.0)
     assert told.claim("b", claimed, right.hash, 1.0)
     assert told.record() is None, "one may lie"
@@ -257,9 +258,9 @@ def test_a_product_larger_than_the_norms_allow_does_not_count() -> None:
 def test_one_that_claims_another_content_of_what_is_tied_misleads_nobody() -> None:
     told = Alive(("me",), ("b", "c")).builder()
     told.tied = (0, 1)
-    right = (entry(0, "me", tied=bytes(32)), entry(1, "b", tied=bytes(32)))
-    record = told.record_of(right, 1.0)
-    assert not told.claim("b", (right[0], entry(1, "b", tied=b"x" * 32)), record.hash, 1.0)
+    right = (entry(0, "me", tied=bytes(32)).for_record(), entry(1, "b", tied=bytes(32)).for_record())
+    record = StepRecord(4, LINEAGE, right, 1.0)
+    assert not told.claim("b", (right[0], entry(1, "b", tied=b"x" * 32).for_record()), record.hash, 1.0)
 
 
 # Worlds ---------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+from proofs.draws import settings
 from proofs.draws.common import replicas, spare, with_faults
+from proofs.lying import SPEAKS
 from proofs.scenario import Fault, Scenario
 
 if TYPE_CHECKING:
@@ -42,5 +44,31 @@ def _flapping_links(seed: int) -> Scenario:
     return with_faults(s, faults)
 
 
-WORLDS: dict[str, Callable[[int], Scenario]] = {"two faults": _two_faults, "flapping links": _flapping_links}
+def _speakers(seed: int) -> Scenario:
+    """Few peers speak for a stage of more: deaths, frozen peers, cuts and one-way links among all, or one that lies."""
+    rng = random.Random(f"speakers/{seed}")
+    stages = rng.choice([(5, 4), (6, 4), (4, 5, 1), (5, 2, 4)])
+    delayed = ("optimizer.delayed=true",) if rng.random() < 0.2 else ()
+    s = Scenario(seed, stages, 2, 5, 10, 0.1, (), overrides=delayed, relays=rng.random() < 0.2, speakers=True)
+    spared, faults, everyone = spare(s), list[Fault](), [p for p, _ in s.members]
+    for _ in range(rng.randint(1, 5)):
+        kind, at_s = rng.choice(["kill", "kill", "freeze", "cut", "one way", "lie"]), rng.uniform(0.0, 5 * s.step_s)
+        if kind == "kill" and spared:
+            faults.append(Fault(at_s, kind, (spared.pop(rng.randrange(len(spared))),)))
+        elif kind == "lie":
+            if not any(f.kind == kind for f in faults):
+                faults.append(Fault(at_s, kind, (rng.choice(everyone),), how=SPEAKS))
+        else:
+            kind = "freeze" if kind == "kill" else kind
+            who = tuple(rng.sample(everyone, 1 if kind == "freeze" else 2))
+            faults.append(Fault(at_s, kind, who, rng.choice(LASTING_S)))
+    s = with_faults(s, faults)
+    return (settings.KINDS["traced"](s, rng) if rng.random() < 0.25 else None) or s  # perhaps with tied weights
+
+
+WORLDS: dict[str, Callable[[int], Scenario]] = {
+    "two faults": _two_faults,
+    "flapping links": _flapping_links,
+    "speakers": _speakers,
+}
 """Worlds by name: whole ones, not kinds of events that others may also have."""

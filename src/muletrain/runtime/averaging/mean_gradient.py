@@ -9,6 +9,7 @@ import asyncio
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.row import RoundEntry
+    from muletrain.runtime.members.row import RoundEntry, StageEntry
     from muletrain.runtime.transfer.blocks import Downloader
 
 T = TypeVar("T")
@@ -56,6 +57,11 @@ class MeanGradient:
     tied parameters (True)."""
     _packing: dict[bool, asyncio.Task[StateImage]] = field(default_factory=dict)
 
+    @cached_property
+    def for_record(self) -> StageEntry:
+        """The round's facts for the step record."""
+        return self.entry.for_record()
+
     async def image(self, ctx: Context, *, tied: bool = False) -> StateImage:
         """Return one of ``packed``, packed on first use."""
         if tied not in self._packing:
@@ -64,7 +70,7 @@ class MeanGradient:
 
     async def _pack(self, ctx: Context, *, tied: bool) -> StateImage:
         pieces = dict[str, Tensor]()
-        for begin in _tied_pieces(ctx, self.entry) if tied else range(0, len(self.values), PIECE):
+        for begin in _tied_pieces(ctx, self.entry.stage) if tied else range(0, len(self.values), PIECE):
             piece = await ctx.compute.offload(encoded_piece, self, begin, ctx.plan.gradients)
             pieces[_name(begin)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
         image = StateImage(pieces, Channel.AVERAGE)
@@ -77,66 +83,70 @@ class MeanGradient:
 class TiedPart:
     """The part of the mean gradient of another stage's round ``entry`` for the parameters shared with our stage."""
 
-    entry: RoundEntry
+    entry: StageEntry
     values: Tensor
     """fp32 [T], see ``optim.tied``."""
     image: StateImage
     """The received copy, for sending."""
 
 
-def _tied_pieces(ctx: Context, entry: RoundEntry) -> dict[int, int]:
+def _tied_pieces(ctx: Context, stage: int) -> dict[int, int]:
     assert ctx.plan.tied is not None, "nobody else asks"
-    return ctx.plan.tied.pieces(entry.stage, PIECE)
+    return ctx.plan.tied.pieces(stage, PIECE)
 
 
 def encoded_piece(gradient: MeanGradient, begin: int, codec: Codec) -> bytes:
     """Encode ``PIECE`` elements of ``gradient`` from ``begin`` on; ``codec``: the run's, for averaging."""
-    return b"".join(encode(gradient.values[begin : begin + PIECE], travels_as(gradient.entry, codec)).buffers)
+    codec = travels_as(len(gradient.entry.members), codec)
+    return b"".join(encode(gradient.values[begin : begin + PIECE], codec).buffers)
 
 
-def travels_as(entry: RoundEntry, codec: Codec) -> Codec:
+def travels_as(members: int, codec: Codec) -> Codec:
     """The codec of a gradient's copy. Values of a round with one member were never sent, and so never rounded."""
-    return codec if len(entry.members) > 1 else Codec.FP32
+    return codec if members > 1 else Codec.FP32
 
 
 async def fetch_gradient(
     ctx: Context, downloader: Downloader, entry: RoundEntry, holders: list[PeerId]
 ) -> MeanGradient | None:
     """Take the gradient of ``entry``'s round from ``holders``; None: no holder gives the gradient."""
-    return await _from_holders(ctx, entry, holders, _take, downloader, tied=False)
+    ask = AskGradient(round=entry.round)
+    return await _from_holders(ctx, ask, (entry.lineage, entry.step), holders, partial(_take, ctx, downloader, entry))
 
 
-async def fetch_tied(ctx: Context, downloader: Downloader, entry: RoundEntry, holders: list[PeerId]) -> TiedPart | None:
-    """Take the part of the gradient for parameters that two stages share. ``holders``: peers of both stages."""
-    return await _from_holders(ctx, entry, holders, _take_tied, downloader, tied=True)
+async def fetch_tied(
+    ctx: Context, downloader: Downloader, entry: StageEntry, at: tuple[bytes, int], holders: list[PeerId]
+) -> TiedPart | None:
+    """Take the part of the gradient for parameters that two stages share. ``at``: lineage and step. ``holders``: peers of
+    both stages."""
+    ask = AskGradient(round=entry.round, tied=True)
+    return await _from_holders(ctx, ask, at, holders, partial(_take_tied, ctx, downloader, entry))
 
 
 async def _from_holders(
     ctx: Context,
-    entry: RoundEntry,
+    ask: AskGradient,
+    at: tuple[bytes, int],
     holders: list[PeerId],
-    take: Callable[[Context, Downloader, RoundEntry, bytes, list[PeerId]], Coroutine[Any, Any, T]],
-    downloader: Downloader,
-    *,
-    tied: bool,
+    take: Callable[[bytes, list[PeerId]], Coroutine[Any, Any, T]],
 ) -> T | None:
     """``take`` the gradient from ``holders``: live holders first, a few at a time, because of the encoding and hashing.
     The absence of all holders is noticed soon, even over slow links."""
     alive = ctx.roster.is_alive
     for asked in (*_groups([p for p in holders if alive(p)]), *_groups([p for p in holders if not alive(p)])):
-        answers = await asyncio.gather(*(_manifest(ctx, p, entry, tied=tied) for p in asked))
+        answers = await asyncio.gather(*(_manifest(ctx, p, ask, at) for p in asked))
         donors: defaultdict[bytes, list[PeerId]] = defaultdict(list)
         for peer, manifest in zip(asked, answers, strict=True):
             if manifest:
                 donors[manifest].append(peer)
         for manifest, givers in sorted(donors.items(), key=lambda item: -len(item[1])):
             try:
-                return await _while_there(ctx, givers, entry, take(ctx, downloader, entry, manifest, givers))
+                return await _while_there(ctx, givers, at, take(manifest, givers))
             except ProtocolError as e:
                 for peer in givers:
-                    ctx.detector.mark_down(peer, f"gave no gradient of step {entry.step + 1}: {e.why}")
+                    ctx.detector.mark_down(peer, f"gave no gradient of step {at[1] + 1}: {e.why}")
             except NetworkError as e:
-                ctx.emit(TransferFailed(what=f"the gradient of step {entry.step + 1}", reason=str(e)))
+                ctx.emit(TransferFailed(what=f"the gradient of step {at[1] + 1}", reason=str(e)))
     return None
 
 
@@ -144,15 +154,15 @@ def _groups(peers: list[PeerId]) -> list[list[PeerId]]:
     return [peers[k : k + DONORS] for k in range(0, len(peers), DONORS)]
 
 
-async def _manifest(ctx: Context, holder: PeerId, entry: RoundEntry, *, tied: bool) -> bytes:
+async def _manifest(ctx: Context, holder: PeerId, ask: AskGradient, at: tuple[bytes, int]) -> bytes:
     """The manifest from ``holder``; empty if ``holder`` has none or is gone."""
-    ask = AskGradient(round=entry.round, tied=tied).pack()
+    call = ctx.net.call(holder, AskGradient.KIND, ask.pack(), timeout_s=CALL_S)
     try:
-        return await _while_there(ctx, [holder], entry, ctx.net.call(holder, AskGradient.KIND, ask, timeout_s=CALL_S))
+        return await _while_there(ctx, [holder], at, call)
     except Refused:  # the holder is at another step, and well
         return b""
     except NetworkError as e:
-        ctx.detector.mark_down(holder, f"gave no gradient of step {entry.step + 1}: {e.why}")
+        ctx.detector.mark_down(holder, f"gave no gradient of step {at[1] + 1}: {e.why}")
         return b""
 
 
@@ -166,15 +176,15 @@ async def _take(
     gradient = await ctx.compute.room(n_trained)
     for begin, piece in pieces.items():
         into = gradient[begin : begin + PIECE]
-        into.copy_(_decoded(ctx, entry, piece, len(into)))
+        into.copy_(_decoded(ctx, len(entry.members), piece, len(into)))
     return await verified(ctx, entry, gradient)
 
 
 async def _take_tied(
-    ctx: Context, downloader: Downloader, entry: RoundEntry, packed: bytes, donors: list[PeerId]
+    ctx: Context, downloader: Downloader, entry: StageEntry, packed: bytes, donors: list[PeerId]
 ) -> TiedPart:
     """Download and verify the tied part. Raises as ``_take`` does."""
-    pieces = await _pieces(downloader, packed, [*_tied_pieces(ctx, entry)], donors)
+    pieces = await _pieces(downloader, packed, [*_tied_pieces(ctx, entry.stage)], donors)
     values = await ctx.compute.offload(_tied_values, ctx, entry, pieces)
     if await ctx.compute.offload(content, values) != entry.tied:
         raise ProtocolError("what is tied in the gradient is not what its holders attest")
@@ -183,14 +193,14 @@ async def _take_tied(
     return TiedPart(entry, values, image)
 
 
-def _tied_values(ctx: Context, entry: RoundEntry, pieces: dict[int, Tensor]) -> Tensor:
+def _tied_values(ctx: Context, entry: StageEntry, pieces: dict[int, Tensor]) -> Tensor:
     """The tied part, fp32 [T], from the encoded ``pieces``."""
     assert ctx.plan.tied is not None, "nobody else asks"
-    sizes, ranges = _tied_pieces(ctx, entry), ctx.plan.tied.ranges_of(entry.stage)
+    sizes, ranges = _tied_pieces(ctx, entry.stage), ctx.plan.tied.ranges_of(entry.stage)
     values, at = torch.empty(sum(end - begin for begin, end in ranges)), 0
     for begin, end in ranges:
         for k in range(begin // PIECE * PIECE, end, PIECE):  # piece by piece, to avoid a second copy of everything
-            found = _decoded(ctx, entry, pieces[k], sizes[k])[max(begin, k) - k : min(end, k + PIECE) - k]
+            found = _decoded(ctx, entry.size, pieces[k], sizes[k])[max(begin, k) - k : min(end, k + PIECE) - k]
             values[at : at + len(found)] = found
             at += len(found)
     return values
@@ -209,8 +219,8 @@ async def _pieces(
     return {int(name): piece for name, piece in partial.state().items()}
 
 
-def _decoded(ctx: Context, entry: RoundEntry, piece: Tensor, numbers: int) -> Tensor:
-    codec = travels_as(entry, ctx.plan.gradients)
+def _decoded(ctx: Context, members: int, piece: Tensor, numbers: int) -> Tensor:
+    codec = travels_as(members, ctx.plan.gradients)
     return decode(Encoded(codec.value, (numbers,), [piece.numpy().data]), copy=False)
 
 
@@ -233,13 +243,13 @@ async def tied_content(ctx: Context, stage: int, gradient: Tensor) -> bytes:
     return await ctx.compute.offload(lambda: content(tied.part(gradient, stage)))
 
 
-async def _while_there(ctx: Context, holders: list[PeerId], entry: RoundEntry, work: Coroutine[Any, Any, T]) -> T:
+async def _while_there(ctx: Context, holders: list[PeerId], at: tuple[bytes, int], work: Coroutine[Any, Any, T]) -> T:
     """Wait for ``work``, which depends on ``holders``, with probes meanwhile. Raises PeerUnreachable once no holder
     answers."""
     task, there = asyncio.ensure_future(work), list(holders)
 
     async def that_answer() -> list[PeerId]:
-        answers = await asyncio.gather(*(ctx.detector.probe(p, entry.lineage, entry.step, brief=True) for p in there))
+        answers = await asyncio.gather(*(ctx.detector.probe(p, *at, brief=True) for p in there))
         return [p for p, answer in zip(there, answers, strict=True) if answer is not None]
 
     try:

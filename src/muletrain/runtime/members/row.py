@@ -3,9 +3,11 @@ how often, or in which order the answers come."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Annotated, ClassVar
 
+import msgpack
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from muletrain.config.schema import MAX_MICROBATCHES
@@ -25,6 +27,26 @@ class ShardFacts(BaseModel):
     square_norm: Annotated[float, Field(ge=0, le=1e100, allow_inf_nan=False)]
     """The bound holds for all fp32 values, and keeps sums finite."""
     finite: bool
+
+
+class StageEntry(BaseModel):
+    """One stage's part of the step record: its round. ``size``: number of members; ``content``: hash of the facts of the
+    shards; ``square_norm``: of the stage's mean gradient. ``stop``: a member asked for an orderly end. ``leaves``: members
+    that want to leave after this step; ``expelled``: replicas that no longer count, because of false gradients; both
+    sorted. ``tied``: content of the gradient's part for parameters that another stage shares (``optim.tied.content``);
+    empty: none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    stage: Natural
+    round: Digest
+    size: Annotated[int, Field(ge=1, le=4096)]
+    content: Digest
+    square_norm: Annotated[float, Field(ge=0, le=1e104, allow_inf_nan=False)]
+    finite: bool
+    stop: bool = False
+    leaves: Annotated[tuple[Id, ...], Field(max_length=4096), FailFast()] = ()
+    expelled: Annotated[tuple[Id, ...], Field(max_length=64), FailFast()] = ()
+    tied: Annotated[bytes, Field(max_length=32)] = b""
 
 
 class Seal(Message):
@@ -52,7 +74,8 @@ class Seal(Message):
 
 class RoundEntry(Message):
     """``holder`` attests to holding this round's whole mean gradient. ``members`` are sorted, ``shards`` in the same
-    order. ``without``: members that are down for the holder. All other fields are the same for every holder."""
+    order; for ``leaves``, ``expelled`` and ``tied`` see ``StageEntry``. ``without``: members that are down for the holder.
+    All other fields are the same for every holder."""
 
     KIND: ClassVar[str] = "round_entry"
     lineage: Digest
@@ -63,13 +86,26 @@ class RoundEntry(Message):
     shards: Annotated[tuple[ShardFacts, ...], Field(min_length=1, max_length=4096), FailFast()]
     stop: bool
     leaves: Annotated[tuple[Id, ...], Field(max_length=4096), FailFast()] = ()
-    """Members that want to leave after this step, sorted."""
     expelled: Annotated[tuple[Id, ...], Field(max_length=64), FailFast()] = ()
-    """Replicas that were expelled because of false gradients, sorted."""
     tied: Annotated[bytes, Field(max_length=32)] = b""
-    """Content of the gradient's part for parameters that another stage shares (``optim.tied.content``); empty: none."""
     holder: Id
     without: Annotated[tuple[Id, ...], Field(max_length=4096), FailFast()] = ()
+
+    def for_record(self) -> StageEntry:
+        """The facts of the round that stand in the step record."""
+        shards = [[s.content, s.square_norm, s.finite] for s in self.shards]
+        return StageEntry(
+            stage=self.stage,
+            round=self.round,
+            size=len(self.members),
+            content=hashlib.sha256(msgpack.packb(shards)).digest(),
+            square_norm=math.fsum(s.square_norm for s in self.shards),
+            finite=all(s.finite for s in self.shards),
+            stop=self.stop,
+            leaves=self.leaves,
+            expelled=self.expelled,
+            tied=self.tied,
+        )
 
 
 class TiedEntry(Message):
@@ -81,6 +117,18 @@ class TiedEntry(Message):
     step: Natural
     rounds: tuple[Digest, Digest]
     product: Annotated[float, Field(ge=-1e100, le=1e100, allow_inf_nan=False)]
+
+
+class Counts(Message):
+    """A speaker (``policy.speakers``) tells the speakers of other stages which round of its stage counts, and then its
+    replicas the whole record, with the record's hash, in ``entries``. ``product``: for tied parameters."""
+
+    KIND: ClassVar[str] = "counts"
+    lineage: Digest
+    step: Natural
+    entries: Annotated[tuple[StageEntry, ...], Field(min_length=1, max_length=4096), FailFast()]
+    product: Annotated[float, Field(ge=-1e100, le=1e100, allow_inf_nan=False)] = 0.0
+    record: Annotated[bytes, Field(max_length=32)] = b""
 
 
 class Abstain(Message):
@@ -121,9 +169,8 @@ class Row(Message):
     microbatches known to be through all stages, with ``losses`` [nats/token].
 
     Statements, as of ``version``; left out if the caller has that version (0: there are none). ``seal``, ``entry`` (the
-    peer's attestation) and ``tied`` are the peer's last; ``abstains``: see ``Abstain``. ``applied``: one round of each
-    stage of the record that the peer applied, with the record's ``product`` and hash; empty if the peer has forgotten
-    the record. A peer is believed about its own entry only.
+    peer's attestation) and ``tied`` are the peer's last; ``abstains``: see ``Abstain``. ``applied``: the stages of the
+    record that the peer applied, with the record's ``product`` and hash; empty if the peer has forgotten the record.
     """
 
     KIND: ClassVar[str] = "row"
@@ -151,7 +198,7 @@ class Row(Message):
     entry: RoundEntry | None = None
     tied: TiedEntry | None = None
     abstains: bool = False
-    applied: Annotated[tuple[RoundEntry, ...], Field(max_length=4096), FailFast()] = ()
+    applied: Annotated[tuple[StageEntry, ...], Field(max_length=4096), FailFast()] = ()
     product: Annotated[float, Field(ge=-1e100, le=1e100, allow_inf_nan=False)] = 0.0
     """The record's product for tied parameters."""
     record: Annotated[bytes, Field(max_length=32)] = b""

@@ -14,7 +14,7 @@ from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.members.messages import Suspected
-from muletrain.runtime.members.row import Abstain, RoundEntry, Row, Seal, Sync, TiedEntry
+from muletrain.runtime.members.row import Abstain, Counts, RoundEntry, Row, Seal, Sync, TiedEntry
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.messages import Away, Back, Report
 from muletrain.runtime.transfer.messages import Block
@@ -139,6 +139,7 @@ STEP_KINDS: dict[str, type[Message]] = {
         RoundEntry,
         TiedEntry,
         Abstain,
+        Counts,
         Back,
         Suspected,
     )
@@ -219,7 +220,7 @@ class Incoming:
         of_use = not isinstance(message, Lost | Room)  # a sender of Lost or Room may have gone away
         if of_use and self._ctx.detector.mark_back(sender):
             self._microbatches.welcome(sender)
-        agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | TiedEntry | Abstain)
+        agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | TiedEntry | Abstain | Counts)
         loads = at.life.state is State.ROLLED_BACK
         if loads or work is None or (agreeing and step > at.step):
             ahead = int(self._ctx.plan.delayed)
@@ -266,6 +267,8 @@ class Incoming:
                 exchange.on_entry(sender, message)
             case TiedEntry():
                 exchange.on_tied(sender, message)
+            case Counts():
+                exchange.on_counts(sender, message)
             case Abstain():
                 exchange.on_abstain(sender, message.attempt)
             case Back():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,8 +14,9 @@ from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
 from muletrain.runtime.averaging.messages import AskGradient
 from muletrain.runtime.core.waiting import MAX_SILENCE
-from muletrain.runtime.members.row import Abstain
+from muletrain.runtime.members.row import Abstain, Counts
 from muletrain.runtime.microbatch.position import Behind
+from muletrain.runtime.step.record_builder import Certificate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
-    from muletrain.runtime.members.row import RoundEntry, Row, Seal, Sync, TiedEntry
+    from muletrain.runtime.members.row import RoundEntry, Row, Seal, StageEntry, Sync, TiedEntry
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.gradient_log import GradientLog
+    from muletrain.runtime.step.record import StepRecord
     from muletrain.runtime.step.record_builder import Attested
     from muletrain.runtime.step.state import StepState
 
@@ -88,6 +90,10 @@ class Exchange:
         knew."""
         self._known: dict[PeerId, int] = {}
         """Version of each peer's statements that we have."""
+        self._said: defaultdict[bytes, set[PeerId]] = defaultdict(set)
+        """Whom we told, as a speaker, about a round or a record."""
+        self._spoke: tuple[Certificate | None, StepRecord | None, int] | None = None
+        """Our last certificate and record, and the roster's version."""
         self._applied: dict[PeerId, bytes] = {}
         """Hash of the record that each peer applied, as it says."""
         self._late: dict[PeerId, float] = {}
@@ -114,14 +120,13 @@ class Exchange:
                 self.on_abstain(peer)
             if row.seal is not None:
                 self.on_seal(peer, row.seal)
-            if row.entry is not None:
+            of_ours = not row.applied or state.builder.claim(peer, row.applied, row.record, row.product)
+            if row.entry is not None and of_ours:
+                if row.applied:
+                    state.hear_applied(peer, row.entry)
                 self.on_entry(peer, row.entry)
             if row.tied is not None:
                 self.on_tied(peer, row.tied)
-            if row.applied and state.builder.claim(peer, row.applied, row.record, row.product):
-                for entry in (e for e in row.applied if e.stage == row.stage):
-                    state.hear_applied(peer, entry)
-                    self.on_entry(peer, entry.model_copy(update={"holder": peer, "without": ()}))
             self._known[peer] = row.version
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))
@@ -150,6 +155,16 @@ class Exchange:
         for member in entry.without:  # the round counts only if such members are down
             self._ctx.detector.look_after(member, self._state.lineage, self._state.step)
 
+    def on_counts(self, sender: PeerId, counts: Counts) -> None:
+        """Take in a speaker's word about its stage, or about the record. Raises ProtocolError."""
+        if counts.record:
+            self._state.builder.claim(sender, counts.entries, counts.record, counts.product)
+        else:
+            self._state.hear_certificate(sender, Certificate(counts.entries[0], counts.product))
+        self._ctx.news.touched()
+        if not self._work.all_completed:
+            self._overtaken_by(sender, applied=False)
+
     def on_tied(self, sender: PeerId, entry: TiedEntry) -> None:
         """Take in a product for tied parameters. Raises ProtocolError."""
         self._state.hear_tied(sender, entry)
@@ -170,7 +185,34 @@ class Exchange:
         if (attempt := self._state.abstain()) is not None:
             self._ctx.news.touched()
             message = Abstain(lineage=self._state.lineage, step=self._state.step, attempt=attempt)
-            self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), message), "abstain")
+            self._ctx.spawn(self._ctx.tell(self._state.audience(), message), "abstain")
+
+    def speak(self) -> None:
+        """If this peer is a speaker of a large run, tell the speakers of the other stages which round of its stage
+        counts, and its replicas the record; each once, unless there are other speakers, or another round counts."""
+        state, roster, own = self._state, self._ctx.roster, self._ctx.roster.own.stage
+        if state.direct:
+            return
+        certificate, record = state.builder.certificate(own), state.builder.record()
+        if self._spoke == (spoke := (certificate, record, roster.version)):
+            return
+        self._spoke = spoke
+        if self._ctx.net.peer_id not in state.speakers(own):
+            return
+        if certificate is not None:
+            others = {p for s in range(self._ctx.plan.stages) if s != own for p in state.speakers(s)}
+            self._speak(others, certificate.entry.round, (certificate.entry,), certificate.product)
+        if record is not None:
+            self._speak({*roster.replicas()}, record.hash, record.stages, record.product, record.hash)
+
+    def _speak(
+        self, to: set[PeerId], about: bytes, entries: tuple[StageEntry, ...], product: float, record: bytes = b""
+    ) -> None:
+        state, said = self._state, self._said[about]
+        if new := to - said:
+            said |= new
+            counts = Counts(lineage=state.lineage, step=state.step, entries=entries, product=product, record=record)
+            self._ctx.spawn(self._ctx.tell(tuple(sorted(new)), counts), "counts")
 
     def _recorded(self) -> bool:
         return self._state.builder.record() is not None
@@ -320,6 +362,9 @@ class Exchange:
             here |= row is not None and row.step == self._state.step
             asked += builder.claimed > 0
         builder.trusting = not here
+        record, own = builder.record(), self._ctx.roster.own.stage
+        if record is not None and builder.told(record.stages[own]) is None:  # only replicas know its shards
+            await asyncio.gather(*map(self._sync, self._ctx.roster.replicas()))
 
     # What we answer ---------------------------------------------------------------------------------------------------
 
@@ -337,13 +382,20 @@ class Exchange:
                 "tied": state.tied,
                 "abstains": self._ctx.net.peer_id in state.builder.abstaining(own),
             }
-        applied, record = self._log.applied(sender, ask.step, ask.lineage) if ask.record else ((), None)
-        if record is None:
+        applied = self._log.applied(sender, ask.step, ask.lineage) if ask.record else None
+        if applied is None:
             return {}
+        entry, record = applied
         version = int.from_bytes(record.hash[-6:])
         if ask.known == version:
             return {"version": version}
-        return {"version": version, "applied": applied, "product": record.product, "record": record.hash}
+        return {
+            "version": version,
+            "entry": entry.model_copy(update={"holder": self._ctx.net.peer_id, "without": ()}),
+            "applied": record.stages,
+            "product": record.product,
+            "record": record.hash,
+        }
 
 
 class Current(Protocol):

@@ -32,9 +32,8 @@ class _Past:
     """An applied step. ``image`` replaces ``gradient`` once the step is not the last step any more."""
 
     builder: RecordBuilder
-    agreed: tuple[RoundEntry, ...]
-    """The rounds of the step's record."""
     entry: RoundEntry
+    """Our stage's round in the step's record."""
     gradient: MeanGradient | None
     other: TiedPart | None
     """Kept for replicas, which need both parts."""
@@ -82,7 +81,7 @@ class GradientLog:
             past.clear()
         if other is not None:  # only the copy for sending is still needed
             other = replace(other, values=other.values.new_empty(0))
-        past.append(_Past(builder, builder.agreed(), gradient.entry, gradient, other))
+        past.append(_Past(builder, gradient.entry, gradient, other))
         self._current = {False: [], True: []}
         now = self._ctx.clock.now()
         self._followers = {p: f for p, f in self._followers.items() if now - f[1] < KEPT_S}
@@ -112,13 +111,14 @@ class GradientLog:
             if past.other is not None:
                 past.other.image.channel = Channel.BULK
 
-    def applied(self, peer: PeerId, step: int, lineage: bytes) -> tuple[tuple[RoundEntry, ...], StepRecord | None]:
-        """The record of a kept step, and the record's entries; none for other steps."""
+    def applied(self, peer: PeerId, step: int, lineage: bytes) -> tuple[RoundEntry, StepRecord] | None:
+        """Our stage's round and the record of a kept step; None for other steps."""
         for past in self._past:
             if (past.builder.step, past.builder.lineage) == (step, lineage):
                 self._heard(peer, step)
-                return past.agreed, past.builder.record()
-        return (), None
+                record = past.builder.record()
+                return None if record is None else (past.entry, record)
+        return None
 
     async def manifest(self, peer: PeerId, round_: bytes, current: MeanGradient | None) -> bytes:
         """The manifest of the gradient of ``round_``, if kept or ``current``; else empty."""

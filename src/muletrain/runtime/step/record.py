@@ -19,7 +19,7 @@ from muletrain.runtime.core.branches import branch_of, hashed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.runtime.members.row import ShardFacts
+    from muletrain.runtime.members.row import StageEntry
 
 
 def round_id(
@@ -41,30 +41,6 @@ def round_id(
 
 
 @dataclass(frozen=True)
-class StageEntry:
-    """One stage's part of the record: its complete round. ``stop``: a member asked for an orderly end. ``leaves``:
-    members that want to leave after this step. ``expelled``: members that no longer count."""
-
-    round: bytes
-    shards: tuple[ShardFacts, ...]
-    stop: bool
-    leaves: tuple[str, ...] = ()
-    expelled: tuple[str, ...] = ()
-    tied: bytes = b""
-    """See ``RoundEntry.tied``."""
-
-    @property
-    def square_norm(self) -> float:
-        """Squared Euclidean norm of the stage's mean gradient."""
-        return math.fsum(s.square_norm for s in self.shards)
-
-    @property
-    def finite(self) -> bool:
-        """Is the stage's mean gradient finite?"""
-        return all(s.finite for s in self.shards)
-
-
-@dataclass(frozen=True)
 class StepRecord:
     """The record ``R_t``; ``stages`` are in pipeline order."""
 
@@ -81,7 +57,7 @@ class StepRecord:
         content = [
             [
                 e.round,
-                [[s.content, s.square_norm, s.finite] for s in e.shards],
+                [e.size, e.content, e.square_norm, e.finite],
                 e.stop,
                 list(e.leaves),
                 list(e.expelled),
@@ -117,7 +93,7 @@ class StepRecord:
         chosen: list[str] = []
         for entry in self.stages:
             free = [p for p in entry.leaves if not (trains(p) and any(map(trains, chosen)))]
-            chosen += free[:1] if len(entry.shards) > 1 else []
+            chosen += free[:1] if entry.size > 1 else []
         return tuple(chosen)
 
     def clip_scale(self, clip: float | None) -> float:

@@ -5,27 +5,30 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from muletrain.errors import ProtocolError
 from muletrain.runtime.members.row import RoundEntry
-from muletrain.runtime.step.record import StageEntry, StepRecord
+from muletrain.runtime.step.record import StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from muletrain.clock import Clock
-    from muletrain.runtime.members.row import TiedEntry
+    from muletrain.runtime.members.row import StageEntry, TiedEntry
 
+T = TypeVar("T")
 _FACTS = tuple(name for name in RoundEntry.model_fields if name not in ("holder", "without", "shards"))
 """The fields of an entry, beside the shards, that all holders of a round share."""
 
 
 @dataclass
 class Attested:
-    """A round with its attestations: the facts that all holders share, and each holder's entry."""
+    """A round with its attestations: the facts that all holders share, those for the record, and each holder's
+    entry."""
 
     facts: RoundEntry
+    entry: StageEntry
     holders: dict[str, RoundEntry] = field(default_factory=dict)
     given_up: set[str] = field(default_factory=set)
     """Members that a holder goes on without."""
@@ -60,9 +63,16 @@ class _Claim(NamedTuple):
     """A record that a peer claims to have applied."""
 
     record: StepRecord
-    entries: tuple[RoundEntry, ...]
     heard_s: float
     """When we first heard of it."""
+
+
+class Certificate(NamedTuple):
+    """A peer's word that a round of its stage counts. ``product``: that counts with the round, if the stage is one of
+    two that share parameters."""
+
+    entry: StageEntry
+    product: float = 0.0
 
 
 class LiveReplicas(Protocol):
@@ -89,7 +99,8 @@ class RecordBuilder:
     the product for the two rounds that count.
 
     A late peer cannot hear all peers, and believes most of the peers that applied the step, if there are two or
-    more."""
+    more. In a large run, replicas attest to their own stage alone; which round of another stage counts is what most of
+    that stage's speakers certify, if two or more do (``policy.speakers``)."""
 
     step: int
     lineage: bytes
@@ -109,6 +120,8 @@ class RecordBuilder:
     """Rounds by stage and id; an id has several rounds if the holders contradict each other."""
     _abstaining: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     _claims: dict[str, _Claim] = field(default_factory=dict)
+    _certificates: dict[int, dict[str, Certificate]] = field(default_factory=lambda: defaultdict(dict))
+    """By stage and peer of that stage."""
     _chosen: dict[int, tuple[int, tuple[str, ...], Attested | None]] = field(default_factory=dict)
     """By stage: news counted, live replicas, and the round that counted then."""
     _undecided: dict[int, float] = field(default_factory=dict)
@@ -121,7 +134,7 @@ class RecordBuilder:
     """The last inputs of the product that counts, and that product."""
     _product: float = 0.0
     """Product of the ``_agreed`` rounds."""
-    _agreed: tuple[RoundEntry, ...] = ()
+    _agreed: tuple[StageEntry, ...] = ()
     _record: StepRecord | None = None
     _settled: bool = False
     trusting: bool = False
@@ -147,7 +160,7 @@ class RecordBuilder:
                 )
         if known is None:
             self._check_facts(entry)
-            known = Attested(facts_of(entry))
+            known = Attested(facts_of(entry), entry.for_record())
             self._rounds.setdefault((entry.stage, entry.round), []).append(known)
         if known.add(entry):
             self.news[entry.stage] += 1
@@ -165,20 +178,23 @@ class RecordBuilder:
         self._products[peer] = entry
         self._told += 1
 
-    def claim(self, peer: str, entries: tuple[RoundEntry, ...], hash_: bytes, product: float = 0.0) -> bool:
-        """``peer`` says that it applied the record of ``entries`` and ``product``. False if ``hash_`` shows another
+    def certify(self, peer: str, stage: int, certificate: Certificate) -> None:
+        """``peer`` of ``stage`` says that a round of its stage counts. Raises ProtocolError for another stage's round."""
+        if certificate.entry.stage != stage:
+            raise ProtocolError(f"a certificate of stage {certificate.entry.stage} from a peer of stage {stage}")
+        self._certificates[stage][peer] = certificate
+
+    def claim(self, peer: str, entries: tuple[StageEntry, ...], hash_: bytes, product: float = 0.0) -> bool:
+        """``peer`` says that it applies the record of ``entries`` and ``product``. False if ``hash_`` shows another
         history. Raises ProtocolError for entries that make no record of this step."""
-        for entry in entries:
-            self._check(entry)
-            self._check_facts(entry)
         if [e.stage for e in entries] != list(range(self.stages)):
             raise ProtocolError(f"a record of {len(entries)} stages instead of {self.stages}, or out of order")
-        record = self.record_of(entries, product)
+        record = StepRecord(self.step, self.previous, entries, product)
         if record.hash != hash_:
             return False
         before = self._claims.get(peer)
         heard_s = before.heard_s if before is not None and before.record == record else self.clock.now()
-        self._claims[peer] = _Claim(record, entries, heard_s)
+        self._claims[peer] = _Claim(record, heard_s)
         return True
 
     def _check(self, entry: RoundEntry) -> None:
@@ -211,11 +227,11 @@ class RecordBuilder:
         live, claims = self.live.stage(stage), self._claims.items()
         return frozenset(peer for peer, claim in claims if peer in live and claim.heard_s <= before_s)
 
-    def has_applied(self, peer: str, facts: RoundEntry) -> bool:
+    def has_applied(self, peer: str, entry: StageEntry) -> bool:
         """Did ``peer`` say that it applied a record with this round? The id alone would let another peer give it other
         facts."""
         claim = self._claims.get(peer)
-        return claim is not None and same_facts(claim.entries[facts.stage], facts)
+        return claim is not None and claim.record.stages[entry.stage] == entry
 
     def rounds(self, stage: int) -> list[Attested]:
         """The rounds of ``stage``, most holders first."""
@@ -224,10 +240,19 @@ class RecordBuilder:
         ]
         return sorted(found, key=lambda k: -len(k.holders))
 
-    def holders(self, entry: RoundEntry) -> frozenset[str]:
-        """The peers that attest to the same facts as ``entry``."""
+    def _known(self, entry: StageEntry) -> Attested | None:
         known = self._rounds.get((entry.stage, entry.round), [])
-        return next((frozenset(k.holders) for k in known if same_facts(entry, k.facts)), frozenset())
+        return next((k for k in known if k.entry == entry), None)
+
+    def holders(self, entry: StageEntry) -> frozenset[str]:
+        """The peers that attest to the round ``entry``."""
+        known = self._known(entry)
+        return frozenset() if known is None else frozenset(known.holders)
+
+    def told(self, entry: StageEntry) -> RoundEntry | None:
+        """The round ``entry`` in the words of a holder; None: no holder told us."""
+        known = self._known(entry)
+        return None if known is None else known.holders[min(known.holders)]
 
     def abstaining(self, stage: int) -> frozenset[str]:
         """Replicas of ``stage`` that abstain."""
@@ -240,24 +265,26 @@ class RecordBuilder:
         agreed, product = self._attested() or self._claimed()
         if (agreed, product) != (self._agreed, self._product):
             self._agreed, self._product = agreed, product
-            self._record = self.record_of(agreed, product) if agreed else None
+            self._record = StepRecord(self.step, self.previous, agreed, product) if agreed else None
         return self._record
 
-    def round_of(self, stage: int) -> RoundEntry | None:
+    def round_of(self, stage: int) -> StageEntry | None:
         """The round of ``stage`` that is in the record, or counts so far."""
-        if agreed := self.agreed():
-            return agreed[stage]
+        record = self.record()
+        return self._counts(stage) if record is None else record.stages[stage]
+
+    def certificate(self, stage: int) -> Certificate | None:
+        """Our own word about ``stage``; None: no round counts yet, or no product with the round."""
         chosen = self._choice(stage)
-        return None if chosen is None else chosen.facts
+        if chosen is None or stage not in self.tied:
+            return None if chosen is None else Certificate(chosen.entry)
+        both = [entry for s in self.tied if (entry := self._counts(s)) is not None]
+        product = self._counting_product(both) if len(both) == len(self.tied) else None
+        return None if product is None else Certificate(chosen.entry, product)
 
     def settle(self) -> None:
         """Fix the record, which is being applied."""
         self._settled = self.record() is not None
-
-    def agreed(self) -> tuple[RoundEntry, ...]:
-        """The rounds of ``R_t``, by stage, each in a holder's words; empty before the record is known."""
-        self.record()
-        return tuple(e if e.holder else e.model_copy(update={"holder": e.members[0]}) for e in self._agreed)
 
     def sentenced(self, stage: int) -> bool:
         """Do at least two peers attest to the members that ``stage`` expels? A single peer could lie."""
@@ -290,15 +317,36 @@ class RecordBuilder:
             most = possible
         return min(most, key=lambda k: (-len(k.holders), min(k.holders), k.facts.round), default=None)
 
-    def _attested(self) -> tuple[tuple[RoundEntry, ...], float] | None:
+    def _counts(self, stage: int) -> StageEntry | None:
+        """The round of ``stage`` that counts, by attestations or by certificates."""
+        chosen = self._choice(stage)
+        if chosen is not None:
+            return chosen.entry
+        return self._most_certified(stage, {p: c.entry for p, c in self._certificates[stage].items()})
+
+    def _most_certified(self, stage: int, said: dict[str, T]) -> T | None:
+        """The word of most peers of ``stage``, if two or more agree. The only replica of a stage is believed."""
+        most, count = max(Counter(said.values()).items(), key=lambda item: item[1], default=(None, 0))
+        return most if 2 * count > len(said) and count >= min(2, len(self.live.stage(stage))) else None
+
+    def _attested(self) -> tuple[tuple[StageEntry, ...], float] | None:
         """The rounds that count and their product, if the rounds make a record."""
-        chosen = [k.facts for stage in range(self.stages) if (k := self._choice(stage)) is not None]
+        chosen = [entry for stage in range(self.stages) if (entry := self._counts(stage)) is not None]
         if len(chosen) < self.stages:
             return None
-        product = self._counting_product([chosen[stage] for stage in self.tied]) if self.tied else 0.0
+        product = self._product_of([chosen[stage] for stage in self.tied]) if self.tied else 0.0
         return None if product is None else (tuple(chosen), product)
 
-    def _counting_product(self, chosen: list[RoundEntry]) -> float | None:
+    def _product_of(self, chosen: list[StageEntry]) -> float | None:
+        """The product of the two ``chosen`` rounds, by statements of their stages or by certificates."""
+        product = self._counting_product(chosen)
+        for entry in chosen if product is None else ():
+            said = {p: c.product for p, c in self._certificates[entry.stage].items() if c.entry == entry}
+            if product is None:
+                product = self._most_certified(entry.stage, said)
+        return product
+
+    def _counting_product(self, chosen: list[StageEntry]) -> float | None:
         """The product that counts for two ``chosen`` rounds, if any. Honest peers all state the same product, but peers
         that attest to another round of their stage state none for ``chosen``."""
         live = [self.live.stage(e.stage) for e in chosen]
@@ -307,16 +355,13 @@ class RecordBuilder:
             self._counted = seen, self._vote(chosen, {p for each in live for p in each})
         return self._counted[1]
 
-    def _vote(self, chosen: list[RoundEntry], live: set[str]) -> float | None:
-        rounds, norms = (
-            tuple(e.round for e in chosen),
-            [math.sqrt(sum(s.square_norm for s in e.shards)) for e in chosen],
-        )
-        finite = all(s.finite for e in chosen for s in e.shards)
+    def _vote(self, chosen: list[StageEntry], live: set[str]) -> float | None:
+        rounds, norms = tuple(e.round for e in chosen), [math.sqrt(e.square_norm) for e in chosen]
+        finite = all(e.finite for e in chosen)
         most = SLACK * math.prod(norms) if finite else math.inf  # Cauchy-Schwarz: no honest product is larger
         stated = {peer: entry.product for peer, entry in self._products.items() if entry.rounds == rounds}
         votes = {peer: product for peer, product in stated.items() if abs(product) <= most}
-        elsewhere = {m for e in chosen for k in self.rounds(e.stage) if not same_facts(k.facts, e) for m in k.holders}
+        elsewhere = {m for e in chosen for k in self.rounds(e.stage) if k.entry != e for m in k.holders}
         elsewhere -= {m for e in chosen for m in self.holders(e)}
         voters = live - elsewhere - {m for e in chosen for m in self._abstaining[e.stage]}
         product, count = min(Counter(votes.values()).items(), key=lambda item: (-item[1], item[0]), default=(0.0, 0))
@@ -329,23 +374,18 @@ class RecordBuilder:
             return product
         return None
 
-    def _claimed(self) -> tuple[tuple[RoundEntry, ...], float]:
+    def _claimed(self) -> tuple[tuple[StageEntry, ...], float]:
         """The record that most claiming peers applied, if two peers did, or all that can be asked; else empty."""
         if not self._claims:
             return (), 0.0
         others = sum(len(self.live.stage(stage)) for stage in range(self.stages)) - 1
         hashes = Counter(c.record.hash for c in self._claims.values())
         most, count = min(hashes.items(), key=lambda item: (-item[1], item[0]))
-        unknown = [stage for stage in range(self.stages) if self._choice(stage) is None] or self.tied
+        unknown = [stage for stage in range(self.stages) if self._counts(stage) is None] or self.tied
         alone = self.trusting or not any(map(self.live.stage, unknown))  # no other peer could tell us
         if 2 * count <= len(self._claims) or count < (1 if alone else min(2, others)):
             return (), 0.0
-        return next((c.entries, c.record.product) for c in self._claims.values() if c.record.hash == most)
-
-    def record_of(self, entries: tuple[RoundEntry, ...], product: float) -> StepRecord:
-        """The record of ``entries``."""
-        stages = (StageEntry(e.round, e.shards, e.stop, e.leaves, e.expelled, e.tied) for e in entries)
-        return StepRecord(self.step, self.previous, tuple(stages), product)
+        return next((c.record.stages, c.record.product) for c in self._claims.values() if c.record.hash == most)
 
 
 def held_by_most(rounds: list[Attested], voters: Collection[str]) -> list[Attested]:

@@ -132,7 +132,7 @@ class Reduction:
         """Get the gradient of the agreed round ``entry`` from a holder. False if no peer gives the gradient (any
         more)."""
         if self._state.gradient is None or not same_facts(self._state.gradient.entry, entry):
-            holders = self._state.builder.holders(entry)
+            holders = self._state.builder.holders(entry.for_record())
             replicas = sorted(self._ctx.roster.replicas(), key=lambda p: p not in holders)
             gradient = await self._fetch(entry, replicas)
             if gradient is None:
@@ -157,10 +157,10 @@ class Reduction:
             )
             raise RoundFailed(f"averaging step {state.step + 1}: another attempt has begun")
         if state.gradient is not None:
-            self._attest(state.gradient.entry)
-        if state.builder.record() is not None:
-            entry = state.builder.agreed()[roster.own.stage]
-            if state.gradient is None or not same_facts(state.gradient.entry, entry):
+            self._attest(state.gradient)
+        self._exchange.speak()
+        if (record := state.builder.record()) is not None:
+            if state.gradient is None or state.gradient.for_record != record.stages[roster.own.stage]:
                 raise Behind(
                     f"step {state.step + 1}: the run agreed on a gradient of stage {roster.own.stage} that this peer does not hold"
                 )
@@ -169,18 +169,18 @@ class Reduction:
             if lost or not self._gathering:
                 raise _HeldElsewhere
 
-    def _attest(self, entry: RoundEntry) -> None:
-        """Tell all peers that we hold the round. Repeat this when another member is marked down, or when we hear of
+    def _attest(self, gradient: MeanGradient) -> None:
+        """Tell that we hold the round of ``gradient``. Repeat this when another member is marked down, or when we hear of
         another round of our stage: a peer that knows only one round would build another record. A member that is alive
         after all applies our round on hearing of the record. A member that answers, but does not attest for longer than
         a round takes, may never attest, and is given up, too."""
-        ctx, state, builder = self._ctx, self._state, self._state.builder
+        ctx, state, builder, entry = self._ctx, self._state, self._state.builder, gradient.entry
         overdue = ctx.clock.now() - self._held_at >= self._deadlines.averaging.seconds()
         seen = entry.round, builder.news[entry.stage], ctx.roster.version, overdue
         if self._attested_at == seen:
             return
         self._attested_at = seen
-        me, alive, known = ctx.net.peer_id, ctx.roster.is_alive, builder.holders(entry)
+        me, alive, known = ctx.net.peer_id, ctx.roster.is_alive, builder.holders(gradient.for_record)
         lacking = {m for m in entry.members if m != me and m not in known}
         without = {m for m in lacking if overdue or not alive(m)}
         others = {r.facts.round for r in builder.rounds(entry.stage)} - {entry.round}
@@ -193,7 +193,7 @@ class Reduction:
         state.attested = entry.model_copy(update={"holder": me, "without": tuple(sorted(without))})
         state.changed()
         builder.add(state.attested)
-        ctx.spawn(ctx.tell(ctx.roster.everyone(), state.attested), "entry")  # a frozen peer must not hold us up
+        ctx.spawn(ctx.tell(state.audience(), state.attested), "entry")  # a frozen peer must not hold us up
 
     async def ask_entries(self) -> None:
         """Ask for round entries while we wait for the record."""
@@ -203,8 +203,9 @@ class Reduction:
     def look_back(self) -> None:
         """The record is there. If a single live member of its rounds did not report, and is a replica, blame that
         member, which may never report. If several did not, our own links may be at fault."""
-        builder, roster = self._state.builder, self._ctx.roster
-        unsaid = {m for e in builder.agreed() for m in {*e.members} - builder.holders(e) if roster.is_alive(m)}
+        builder, roster, record = self._state.builder, self._ctx.roster, self._state.builder.record()
+        rounds = [(builder.told(e), builder.holders(e)) for e in (() if record is None else record.stages)]
+        unsaid = {m for e, holders in rounds if e is not None for m in {*e.members} - holders if roster.is_alive(m)}
         unsaid = (unsaid | self._state.unsaid) - {self._ctx.net.peer_id}
         if len(unsaid) == 1:
             self._company.note_silent(dict.fromkeys(unsaid & {*roster.replicas()}, 1))

@@ -153,6 +153,7 @@ class StepRunner:
         record = builder.record()
         assert record is not None  # until returned
         builder.settle()
+        self.exchange.speak()
         self._ctx.meter.stats.averaging_s += self._ctx.clock.now() - begin
         await self.apply(record, gradient.values)
         return record
@@ -167,7 +168,8 @@ class StepRunner:
             sorted(roster.everyone(), key=lambda p: (not roster.is_alive(p), p not in replicas))
         )
         record = state.builder.record()
-        if record is None or not await self._reduction.take(state.builder.agreed()[roster.own.stage]):
+        entry = None if record is None else state.builder.told(record.stages[roster.own.stage])
+        if record is None or entry is None or not await self._reduction.take(entry):
             return None
         if not await self._tied.take_agreed() or state.builder.record() != record:
             return None

@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from muletrain.errors import ProtocolError
+from muletrain.policy import speakers as speaking
 from muletrain.runtime.averaging.averager import Averager
 from muletrain.runtime.step.record_builder import RecordBuilder
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.row import RoundEntry, Seal, TiedEntry
     from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.step.record_builder import Attested
+    from muletrain.runtime.step.record_builder import Attested, Certificate
 
 MAX_ATTEMPTS = 40
 """Rounds tried for one step before the peer gives up with an error."""
@@ -141,6 +142,10 @@ class StepState:
         self.builder.add(entry)
         return ours
 
+    def hear_certificate(self, sender: PeerId, certificate: Certificate) -> None:
+        """Take in which round of its stage counts, as ``sender`` says. Raises ProtocolError."""
+        self.builder.certify(sender, self._ctx.roster.member(sender).stage, certificate)
+
     def hear_tied(self, sender: PeerId, entry: TiedEntry) -> None:
         """Take in a product for tied parameters. Raises ProtocolError."""
         if self._ctx.roster.member(sender).stage not in self.builder.tied:
@@ -149,7 +154,7 @@ class StepState:
 
     def hear_applied(self, sender: PeerId, entry: RoundEntry) -> None:
         """``sender`` has applied a record with ``entry``, and has forgotten earlier seals."""
-        if sender not in self.builder.holders(entry):
+        if sender not in self.builder.holders(entry.for_record()):
             self.unsaid.add(sender)
         self._views[sender].add(frozenset({*entry.members, *entry.expelled}))
         self._heard += 1
@@ -167,6 +172,26 @@ class StepState:
         self.hear_abstention(me, attempt)
         self.changed()
         return attempt
+
+    # Who hears it -----------------------------------------------------------------------------------------------------
+
+    @property
+    def direct(self) -> bool:
+        """Does everyone tell everyone? Members that are down count, so that peers seldom disagree about it."""
+        return len(self._ctx.roster.members()) <= speaking.DIRECT
+
+    def audience(self) -> tuple[PeerId, ...]:
+        """The peers that hear our statements: in a large run our replicas and, if our stage shares parameters, those of
+        the other stage."""
+        roster, tied = self._ctx.roster, self.builder.tied
+        if self.direct:
+            return roster.everyone()
+        stages = {roster.own.stage, *(tied if roster.own.stage in tied else ())}
+        return tuple(p for p in roster.everyone() if roster.member(p).stage in stages)
+
+    def speakers(self, stage: int) -> tuple[PeerId, ...]:
+        """The peers that speak for ``stage`` in this step."""
+        return speaking.speakers(self.lineage, self._ctx.roster.stage(stage))
 
     # What follows from it ---------------------------------------------------------------------------------------------
 
@@ -249,7 +274,7 @@ class StepState:
         stage, me, holders = self._ctx.roster.own.stage, self._ctx.net.peer_id, round_.holders.keys()
         others = (set(self._ctx.roster.stage(stage)) | holders) - self.builder.abstaining(stage) - {me}
         most = 2 * len(holders) > len(others | holders)
-        most |= any(self.builder.has_applied(peer, round_.facts) for peer in applied)
+        most |= any(self.builder.has_applied(peer, round_.entry) for peer in applied)
         return most and not self.unsealed(round_)
 
     def _contradiction(self, entry: RoundEntry) -> str | None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from muletrain.runtime.averaging.mean_gradient import MeanGradient
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.row import RoundEntry
+    from muletrain.runtime.members.row import StageEntry
     from muletrain.runtime.step.state import StepState
     from muletrain.runtime.transfer.blocks import Downloader
 
@@ -34,12 +34,12 @@ class TiedSum:
         tied, self._own = ctx.plan.tied, ctx.roster.own.stage
         self._tied = tied if tied is not None and self._own in tied.stages else None
         self._working: asyncio.Task[None] | None = None
-        self._stated: tuple[RoundEntry, RoundEntry] | None = None
+        self._stated: tuple[StageEntry, StageEntry] | None = None
         """Our round and the other stage's, for the stated product."""
         self._failed = 0
 
     @property
-    def _theirs(self) -> RoundEntry | None:
+    def _theirs(self) -> StageEntry | None:
         """The other stage's round in the record, or the round that counts so far."""
         if self._tied is None:
             return None
@@ -54,7 +54,7 @@ class TiedSum:
         theirs = self._theirs
         return theirs is not None and self._has(theirs)
 
-    def _has(self, theirs: RoundEntry) -> bool:
+    def _has(self, theirs: StageEntry) -> bool:
         other = self._state.other
         return other is not None and _same(other.entry, theirs)
 
@@ -63,31 +63,32 @@ class TiedSum:
         own, theirs = self._state.gradient, self._theirs
         if own is None or theirs is None or (self._working is not None and not self._working.done()):
             return
-        if self._stated is None or not all(map(_same, self._stated, (own.entry, theirs))):
+        if self._stated is None or not all(map(_same, self._stated, (own.for_record, theirs))):
             self._working = self._ctx.spawn(self._work(own, theirs), "tied parameters")
 
-    async def _work(self, own: MeanGradient, theirs: RoundEntry) -> None:
+    async def _work(self, own: MeanGradient, theirs: StageEntry) -> None:
         ctx, state = self._ctx, self._state
         if not self._has(theirs) and not await self.take(theirs):
             self._failed += 1
             await ctx.clock.sleep(backoff_s(self._failed - 1, PAUSE_S, PAUSE_MAX_S))
         elif (other := state.other) is not None and (tied := self._tied) is not None:
             found = await ctx.compute.offload(lambda: product(tied.part(own.values, self._own), other.values))
-            first, second = sorted((own.entry, theirs), key=lambda entry: entry.stage)
+            first, second = sorted((own.for_record, theirs), key=lambda entry: entry.stage)
             rounds = first.round, second.round
             state.tied = TiedEntry(lineage=state.lineage, step=state.step, rounds=rounds, product=found)
-            self._stated = own.entry, theirs
+            self._stated = own.for_record, theirs
             state.changed()
             state.builder.add_tied(ctx.net.peer_id, state.tied)
-            ctx.spawn(ctx.tell(ctx.roster.everyone(), state.tied), "tied entry")
+            ctx.spawn(ctx.tell(state.audience(), state.tied), "tied entry")
         ctx.news.touched()
 
-    async def take(self, theirs: RoundEntry) -> bool:
+    async def take(self, theirs: StageEntry) -> bool:
         """Take the part of round ``theirs`` from any holder. False if no peer gives the part."""
         ctx, roster = self._ctx, self._ctx.roster
         holders = sorted({*self._state.builder.holders(theirs), *roster.stage(theirs.stage), *roster.replicas()})
         first = sum(p < ctx.net.peer_id for p in holders)  # each peer begins with a different holder
-        found = await fetch_tied(ctx, self._downloader, theirs, [*holders[first:], *holders[:first]])
+        at = self._state.lineage, self._state.step
+        found = await fetch_tied(ctx, self._downloader, theirs, at, [*holders[first:], *holders[:first]])
         if found is None:
             return False
         self._state.other = found
@@ -112,6 +113,6 @@ class TiedSum:
             self._working.cancel()
 
 
-def _same(a: RoundEntry, b: RoundEntry) -> bool:
+def _same(a: StageEntry, b: StageEntry) -> bool:
     """Do both name the same round, with the same tied content?"""
     return (a.round, a.tied) == (b.round, b.tied)
