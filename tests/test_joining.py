@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -207,6 +209,27 @@ def test_those_long_dead_are_not_all_tried_at_once() -> None:
         assert min(tries.values()) >= 5, "each after a quarter of the time since it has gone"
 
     run_virtually(scenario(), 4000, [])
+
+
+def test_a_step_s_gradient_goes_with_the_step_and_needs_no_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient may have 1 GB, and a process with many objects collects seldom."""
+    made, most, begun = weakref.WeakSet[MeanGradient](), 0, MeanGradient.__init__
+
+    def begins(self: MeanGradient, *args: Any, **options: Any) -> None:
+        nonlocal most
+        begun(self, *args, **options)
+        made.add(self)
+        most = max(most, len(made))
+
+    monkeypatch.setattr(MeanGradient, "__init__", begins)
+    gc.collect()
+    gc.disable()
+    try:
+        outcome = play(Scenario(5, (2, 2), 2, 9, 4, 0.01, ()))
+    finally:
+        gc.enable()
+    assert outcome.violations == []
+    assert most <= 4 * 2, "of each peer the last step's, and the present one's"
 
 
 def test_steps_are_kept_for_those_on_their_way_and_no_longer() -> None:

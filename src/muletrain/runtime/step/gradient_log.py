@@ -31,9 +31,12 @@ MAX_STEPS = 512
 class _Past:
     """An applied step. ``image`` replaces ``gradient`` once the step is not the last step any more."""
 
-    builder: RecordBuilder
+    step: int
+    lineage: bytes
+    """The lineage that the step's frames carried."""
+    record: StepRecord
     entry: RoundEntry
-    """Our stage's round in the step's record."""
+    """Our stage's round in the record."""
     gradient: MeanGradient | None
     other: TiedPart | None
     """Kept for replicas, which need both parts."""
@@ -77,23 +80,25 @@ class GradientLog:
         if self._ctx.plan.alone:
             return
         past = self._past
-        if past and past[-1].builder.step + 1 != builder.step:  # after a gap earlier steps are useless
+        if past and past[-1].step + 1 != builder.step:  # after a gap earlier steps are useless
             past.clear()
         if other is not None:  # only the copy for sending is still needed
             other = replace(other, values=other.values.new_empty(0))
-        past.append(_Past(builder, gradient.entry, gradient, other))
+        record = builder.record()
+        assert record is not None, "the step is applied"
+        past.append(_Past(builder.step, builder.lineage, record, gradient.entry, gradient, other))
         self._current = {False: [], True: []}
         now = self._ctx.clock.now()
         self._followers = {p: f for p, f in self._followers.items() if now - f[1] < KEPT_S}
         needed = min((step for step, _ in self._followers.values()), default=builder.step)
-        while len(past) > 1 and (past[0].builder.step < needed or len(past) > MAX_STEPS or self._excess()):
+        while len(past) > 1 and (past[0].step < needed or len(past) > MAX_STEPS or self._excess()):
             past.popleft()
         if len(past) > 1:
             self._ctx.spawn(self._pack(past[-2]), "pack")
 
     def reaches(self, step: int) -> bool:
         """Are ``step`` and all later steps kept?"""
-        return bool(self._past) and self._past[0].builder.step <= step
+        return bool(self._past) and self._past[0].step <= step
 
     @property
     def nbytes(self) -> int:
@@ -114,10 +119,9 @@ class GradientLog:
     def applied(self, peer: PeerId, step: int, lineage: bytes) -> tuple[RoundEntry, StepRecord] | None:
         """Our stage's round and the record of a kept step; None for other steps."""
         for past in self._past:
-            if (past.builder.step, past.builder.lineage) == (step, lineage):
+            if (past.step, past.lineage) == (step, lineage):
                 self._heard(peer, step)
-                record = past.builder.record()
-                return None if record is None else (past.entry, record)
+                return past.entry, past.record
         return None
 
     async def manifest(self, peer: PeerId, round_: bytes, current: MeanGradient | None) -> bytes:
@@ -126,7 +130,7 @@ class GradientLog:
             return self._handed_out(await current.image(self._ctx), tied=False)
         for past in self._past:
             if past.entry.round == round_:
-                self._heard(peer, past.builder.step)
+                self._heard(peer, past.step)
                 image = past.image if past.gradient is None else await past.gradient.image(self._ctx)
                 return b"" if image is None else image.manifest
         return b""
@@ -157,7 +161,7 @@ class GradientLog:
             for past in self._past if self._needs(peer, tied=tied) else ():
                 for image in past.copies(tied=tied):
                     if image.digest == digest:
-                        self._heard(peer, past.builder.step)
+                        self._heard(peer, past.step)
                         return image
         return None
 

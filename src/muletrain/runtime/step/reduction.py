@@ -159,11 +159,11 @@ class Reduction:
         if state.gradient is not None:
             self._attest(state.gradient)
         self._exchange.speak()
-        if (record := state.builder.record()) is not None:
-            if state.gradient is None or state.gradient.for_record != record.stages[roster.own.stage]:
-                raise Behind(
-                    f"step {state.step + 1}: the run agreed on a gradient of stage {roster.own.stage} that this peer does not hold"
-                )
+        held = None if state.gradient is None else state.gradient.for_record
+        if (record := state.builder.record()) is not None and held != record.stages[roster.own.stage]:
+            raise Behind(
+                f"step {state.step + 1}: the run agreed on a gradient of stage {roster.own.stage} that this peer does not hold"
+            )
         if state.gradient is None and state.held_by_a_replica():
             lost = self._reducing is not None and not all(map(roster.is_alive, self._reducing.members))
             if lost or not self._gathering:
