@@ -18,6 +18,10 @@ from muletrain.runtime.core.messages import Digest, Id, Indices, Message, Natura
 SketchBytes = Annotated[bytes, Field(min_length=4 * SKETCH, max_length=4 * SKETCH)]
 
 
+MOST_LEAVE = 64
+"""Members that the record names as wishing to leave: of a stage only one goes after a step; the rest asks again."""
+
+
 class ShardFacts(BaseModel):
     """Facts of one reduced shard for the record: the hash of its decoded fp32 values, and their squared norm (0 if not
     finite)."""
@@ -44,7 +48,7 @@ class StageEntry(BaseModel):
     square_norm: Annotated[float, Field(ge=0, le=1e104, allow_inf_nan=False)]
     finite: bool
     stop: bool = False
-    leaves: Annotated[tuple[Id, ...], Field(max_length=4096), FailFast()] = ()
+    leaves: Annotated[tuple[Id, ...], Field(max_length=MOST_LEAVE), FailFast()] = ()
     expelled: Annotated[tuple[Id, ...], Field(max_length=64), FailFast()] = ()
     tied: Annotated[bytes, Field(max_length=32)] = b""
 
@@ -102,7 +106,7 @@ class RoundEntry(Message):
             square_norm=math.fsum(s.square_norm for s in self.shards),
             finite=all(s.finite for s in self.shards),
             stop=self.stop,
-            leaves=self.leaves,
+            leaves=self.leaves[:MOST_LEAVE],
             expelled=self.expelled,
             tied=self.tied,
         )
