@@ -291,7 +291,7 @@ class Liar:
         """With other statements."""
         if self.how == "attests":  # it has also forgotten that it applied the step
             return row.model_copy(update={"entry": None, "tied": None, "applied": (), "record": b""})
-        if self.how in ("admits", "alone"):
+        if self.how in ("admits", "alone") and not row.applied:
             row = row.model_copy(update={"entry": None})
         if self.how == "seals" or (self.how == "holds" and row.seal is not None and row.seal.attempt):
             row = row.model_copy(update={"seal": None})

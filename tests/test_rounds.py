@@ -25,8 +25,8 @@ from muletrain.runtime.peer import incoming
 from muletrain.runtime.peer.messages import Finished
 from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step.agreement import RoundAgreement
-from muletrain.runtime.step.reduction import Reduction
 from muletrain.runtime.step.company import APART, STALLED, Company, Standing, left_out
+from muletrain.runtime.step.reduction import Reduction
 from muletrain.runtime.step.state import MAX_NUMBER
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encode_raw

@@ -10,7 +10,7 @@ import pytest
 from muletrain.errors import ProtocolError
 from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.speakers import SPEAKERS, speakers
-from muletrain.runtime.members.row import Counts
+from muletrain.runtime.members.row import Counts, Seal, StageEntry
 from muletrain.runtime.step.record import StepRecord
 from muletrain.runtime.step.record_builder import Certificate, RecordBuilder
 from proofs.draws import draw
@@ -128,3 +128,26 @@ def test_one_that_lies_as_a_speaker_changes_no_number(liar: str, monkeypatch: py
 def test_drawn_worlds_with_speakers(seed: int) -> None:
     outcome = play(draw(seed, "speakers"))
     assert outcome.violations == [], "\n".join(readable(outcome))
+
+
+def test_in_a_small_run_a_speaker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one of two replicas could end the other's step before it has begun."""
+    send = MemoryNetwork.send
+
+    async def sending(network: MemoryNetwork, peer: str, frame: Any, **how: Any) -> int:
+        said = frame.message
+        if network.peer_id == "peer-1a" and isinstance(said, Seal):
+            entries = tuple(
+                StageEntry(stage=k, round=bytes(32), size=2, content=bytes(32), square_norm=1e12, finite=True)
+                for k in range(2)
+            )
+            record = StepRecord(said.step, said.lineage, entries).hash
+            lie = Counts(lineage=said.lineage, step=said.step, entries=entries, record=record)
+            await send(network, peer, lie.frame(), **how)
+        return await send(network, peer, frame, **how)
+
+    monkeypatch.setattr(MemoryNetwork, "send", sending)
+    outcome = play(Scenario(3, (2, 2), 2, 5, 12, 0.1, ()))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert any("everyone tells everyone" in line for _, line in outcome.timeline)
+    assert outcome.longest < 2.0, "it costs nothing"

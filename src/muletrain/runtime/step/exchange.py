@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from muletrain.errors import ProtocolError
+from muletrain.policy import speakers
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
 from muletrain.runtime.averaging.messages import AskGradient
@@ -156,11 +157,16 @@ class Exchange:
             self._ctx.detector.look_after(member, self._state.lineage, self._state.step)
 
     def on_counts(self, sender: PeerId, counts: Counts) -> None:
-        """Take in a speaker's word about its stage, or about the record. Raises ProtocolError."""
-        if counts.record:
-            self._state.builder.claim(sender, counts.entries, counts.record, counts.product)
+        """Take in a speaker's word about its stage, or the record from a speaker of ours. Raises ProtocolError."""
+        state, stage = self._state, self._ctx.roster.member(sender).stage
+        if 2 * state.size <= speakers.DIRECT:  # no peer counts so many more than we do
+            raise ProtocolError("a speaker in a run where everyone tells everyone")
+        if not counts.record:
+            state.builder.certify(sender, stage, Certificate(counts.entries[0], counts.product))
+        elif stage == self._ctx.roster.own.stage:
+            state.builder.claim(sender, counts.entries, counts.record, counts.product)
         else:
-            self._state.hear_certificate(sender, Certificate(counts.entries[0], counts.product))
+            raise ProtocolError("a record from a speaker of another stage")
         self._ctx.news.touched()
         if not self._work.all_completed:
             self._overtaken_by(sender, applied=False)
@@ -191,7 +197,7 @@ class Exchange:
         """If this peer is a speaker of a large run, tell the speakers of the other stages which round of its stage
         counts, and its replicas the record; each once, unless there are other speakers, or another round counts."""
         state, roster, own = self._state, self._ctx.roster, self._ctx.roster.own.stage
-        if state.direct:
+        if state.size <= speakers.DIRECT:
             return
         certificate, record = state.builder.certificate(own), state.builder.record()
         if self._spoke == (spoke := (certificate, record, roster.version)):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.row import RoundEntry, Seal, TiedEntry
     from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.step.record_builder import Attested, Certificate
+    from muletrain.runtime.step.record_builder import Attested
 
 MAX_ATTEMPTS = 40
 """Rounds tried for one step before the peer gives up with an error."""
@@ -142,10 +142,6 @@ class StepState:
         self.builder.add(entry)
         return ours
 
-    def hear_certificate(self, sender: PeerId, certificate: Certificate) -> None:
-        """Take in which round of its stage counts, as ``sender`` says. Raises ProtocolError."""
-        self.builder.certify(sender, self._ctx.roster.member(sender).stage, certificate)
-
     def hear_tied(self, sender: PeerId, entry: TiedEntry) -> None:
         """Take in a product for tied parameters. Raises ProtocolError."""
         if self._ctx.roster.member(sender).stage not in self.builder.tied:
@@ -176,15 +172,15 @@ class StepState:
     # Who hears it -----------------------------------------------------------------------------------------------------
 
     @property
-    def direct(self) -> bool:
-        """Does everyone tell everyone? Members that are down count, so that peers seldom disagree about it."""
-        return len(self._ctx.roster.members()) <= speaking.DIRECT
+    def size(self) -> int:
+        """Number of live peers of the run."""
+        return len(self._ctx.roster.others()) + 1
 
     def audience(self) -> tuple[PeerId, ...]:
         """The peers that hear our statements: in a large run our replicas and, if our stage shares parameters, those of
         the other stage."""
         roster, tied = self._ctx.roster, self.builder.tied
-        if self.direct:
+        if self.size <= speaking.DIRECT:
             return roster.everyone()
         stages = {roster.own.stage, *(tied if roster.own.stage in tied else ())}
         return tuple(p for p in roster.everyone() if roster.member(p).stage in stages)
