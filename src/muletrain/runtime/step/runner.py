@@ -153,7 +153,6 @@ class StepRunner:
         record = builder.record()
         assert record is not None  # until returned
         builder.settle()
-        self.exchange.speak()
         self._ctx.meter.stats.averaging_s += self._ctx.clock.now() - begin
         await self.apply(record, gradient.values)
         return record
