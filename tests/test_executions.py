@@ -22,7 +22,7 @@ from muletrain.events import (
 )
 from proofs.play import play
 from proofs.scenario import FOR_EVER_S, Fault, Scenario
-from proofs.verdict import LEFT, Outcome, readable
+from proofs.verdict import Outcome, readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
