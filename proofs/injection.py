@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, NamedTuple
 
 from proofs.scenario import SUSPENDED, stage_of
 
@@ -14,49 +14,66 @@ if TYPE_CHECKING:
     from proofs.world import World
 
 
+class _Doom(NamedTuple):
+    """A fault that waits for its peer's nth frame of some kind."""
+
+    fault: Fault
+    begin: Callable[[], None]
+    sent: list[str]
+    begun: asyncio.Event
+
+
 class Injection:
     """Carries out faults, some of which wait for a frame."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._doomed: list[tuple[Fault, Counter[tuple[str, str]]]] = []
+        self._doomed: list[_Doom] = []
         world.links.sending = self.sending  # type: ignore[method-assign]
 
     async def inject(self, fault: Fault) -> None:
         """Begin a fault at its time, and end it."""
         world, name = self._world, fault.who[0] if fault.who else ""
         await world.clock.sleep(fault.at_s)
-        if fault.kind == "join":
-            world.say(f"FAULT {fault}")
-            world.join(name, fault.how or name)
-            return
         if (
-            len(fault.who) == 1 and fault.kind != "disk" and (name not in world.tasks or world.tasks[name].done())
+            len(fault.who) == 1
+            and fault.kind not in ("disk", "join")
+            and (name not in world.tasks or world.tasks[name].done())
         ):  # has not come yet, or is gone
             return
+        begin, end = self._actions(fault)
         if fault.on:
-            self._doomed.append((fault, Counter()))
-            return
-        world.say(f"FAULT {fault}")
-        if fault.kind == "kill":
-            world.kill(name)
-        elif fault.kind == "move":
-            stages = len(world.scenario.stages)
-            world.peers[name].move((stage_of(name) + 1) % stages if fault.to is None else fault.to)
-        elif fault.kind == "leave":
-            world.peers[name].leave()
-        elif fault.kind == "stop":
-            world.peers[name].stop()
-        elif fault.kind == "kick":
-            _each(world.hub.barriers.cut, [(name, other) for other in world.scenario.names if other != name])
+            self._doomed.append(doom := _Doom(fault, begin, [], asyncio.Event()))
+            await doom.begun.wait()
         else:
-            begin, end = self._switch(fault)
+            world.say(f"FAULT {fault}")
             begin()
+        if end is not None:
             try:
                 await world.clock.sleep(fault.for_s)
             finally:
                 end()
                 world.say(f"over: {fault}")
+
+    def _actions(self, fault: Fault) -> tuple[Callable[[], None], Callable[[], None] | None]:
+        """The action of a fault, and the action that ends a lasting one."""
+        world, name = self._world, fault.who[0] if fault.who else ""
+        match fault.kind:
+            case "join":
+                return lambda: world.join(name, fault.how or name), None
+            case "kill":
+                return lambda: world.kill(name), None
+            case "move":
+                to = (stage_of(name) + 1) % len(world.scenario.stages) if fault.to is None else fault.to
+                return lambda: world.peers[name].move(to), None
+            case "leave":
+                return lambda: world.peers[name].leave(), None
+            case "stop":
+                return lambda: world.peers[name].stop(), None
+            case "kick":
+                others = [(name, other) for other in world.scenario.names if other != name]
+                return lambda: _each(world.hub.barriers.cut, others), None
+        return self._switch(fault)
 
     def _switch(self, fault: Fault) -> tuple[Callable[[], None], Callable[[], None]]:
         """The actions that begin and end a lasting fault."""
@@ -84,15 +101,16 @@ class Injection:
         return switches[fault.kind]
 
     def sending(self, sender: str, kind: str) -> None:
-        """Apply a fault that waits for a peer's nth frame of some kind."""
+        """Begin the faults that wait for this frame."""
         world = self._world
         world.look_at(sender)
-        for fault, sent in self._doomed:
-            if fault.who[0] == sender and not world.tasks[sender].cancelling():
-                sent[sender, kind] += 1
-                if sent[sender, fault.on] == fault.nth and kind == fault.on:
+        for fault, begin, sent, begun in self._doomed:
+            if fault.who[0] == sender and kind == fault.on and not world.tasks[sender].cancelling():
+                sent.append(kind)
+                if len(sent) == fault.nth:
                     world.say(f"FAULT {fault}")
-                    world.kill(sender) if fault.kind == "kill" else world.links.damaging.add(sender)
+                    begin()
+                    begun.set()
 
     def _slow(self, name: str, factor: float) -> None:
         compute = self._world.computes[name]

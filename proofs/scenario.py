@@ -25,8 +25,9 @@ class Fault:
     """At ``at_s``: 'kill', 'freeze', 'cut' (one from everyone else, or two from each other), 'slow' or 'damage' (the
     next frame of) ``who``, for ``for_s``; a 'partition' between ``who`` and all others, or a 'blackhole', of which
     nobody is told; 'join': a newcomer, whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to
-    the next stage (or to stage ``to``). Who freezes may be ``SUSPENDED``. A kill or damage with ``on`` waits, from
-    ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it dies instead, or that frame is damaged.
+    the next stage (or to stage ``to``). Who freezes may be ``SUSPENDED``. A fault with ``on`` waits, from
+    ``at_s`` on, for the ``nth`` frame of that kind that the first of ``who`` would send, and begins before that frame
+    leaves: the peer dies instead, the frame is damaged, or finds its link cut.
     'corrupt': ``who`` computes wrongly (``how``: see ``proofs.faulty``). 'hang': no operation of its device ends,
     while its event loop answers. 'one way': the first of ``who`` does not reach the second, which reaches it. 'small':
     between the two only frames of up to ``limit`` bytes pass. 'lie': ``who`` lies to the others (``how``: see
@@ -100,7 +101,7 @@ class Scenario:
     stalls: float = 0.0
     """Share of frames that are held up for up to ``STALL_S``, while what goes by other streams overtakes them."""
     trace: bool = False
-    """Keep all events, those of the peers' slots, too."""
+    """Peers tell what their slots do, too."""
     share: bool = False
     """Those that do not train at first, and newcomers, have no data: the trainers share theirs (``data.share``)."""
     same_bits: bool = True

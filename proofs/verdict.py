@@ -31,7 +31,7 @@ class Outcome:
     ends: dict[str, str] = field(default_factory=dict)
     timeline: list[tuple[float, str]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    """All events, with ``Scenario.trace``."""
+    """All events, in virtual time; those of the peers' slots with ``Scenario.trace``."""
     left_behind: list[str] = field(default_factory=list)
     """Peers that came back after the run had ended: no number is lost, but a machine's work."""
     lineages: dict[str, bytes] = field(default_factory=dict)

@@ -334,8 +334,7 @@ class World(VirtualHost):
         return {peer.roster.own.stage for peer in there if not (over and peer.position.away)}
 
     def _note(self, name: str, event: Event) -> None:
-        if self.scenario.trace:
-            self._outcome.events.append(replace(event, t=self.clock.now(), peer=name))
+        self._outcome.events.append(replace(event, t=self.clock.now(), peer=name))
         if isinstance(event, StepApplied):
             self._witness.reported(name, event)
         if isinstance(event, StepDone):

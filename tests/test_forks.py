@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muletrain.events import LineageLeft, StateKept, StateMissed, StepApplied, SteppedBack
 from muletrain.policy.fork_choice import LEAD, Chain, forked_at, gives_way
 from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.context import Context
@@ -65,7 +64,7 @@ def partitioned(at_s: float, for_s: float, *more: Fault, steps: int = 12, kind: 
 
 def went_over(outcome: Outcome) -> dict[str, float]:
     """Who left its side's history, and when [virtual s]."""
-    return {text.split()[0]: t for t, text in outcome.timeline if " lineage_left " in text}
+    return {e.peer: e.t for e in outcome.events if isinstance(e, LineageLeft)}
 
 
 @pytest.mark.parametrize(("kind", "for_s"), [("partition", 3.0), ("blackhole", 9.0)])
@@ -73,7 +72,7 @@ def test_both_sides_go_on_and_end_in_one_lineage(kind: str, for_s: float) -> Non
     at_s = 1.5
     outcome = partitioned(at_s, for_s, kind=kind)
     assert outcome.violations == [], "\n".join(readable(outcome))
-    apart = [t for t, text in outcome.timeline if re.search(r"peer-\da step_applied step=3 ", text)]
+    apart = [e.t for e in outcome.events if isinstance(e, StepApplied) and e.step == 3 and e.peer.endswith("a")]
     assert max(apart) < at_s + for_s, "both went on"
     left = went_over(outcome)
     assert set(left) in ({"peer-0a", "peer-1a"}, {"peer-0b", "peer-1b"})
@@ -148,9 +147,9 @@ def test_a_side_that_lacks_a_stage_steps_back_alone_and_joins_the_longer_history
     faults = (Fault(3.0, kind, ("peer-0a", "peer-0b"), 20.0),)
     outcome = play(Scenario(1, (3, 2), 3, 40, 4, 0.01, faults, checkpoint_every=1, adopt_after_s=4.0, apart=True))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert {text.split()[0] for _, text in outcome.timeline if " stepped_back " in text} == {"peer-0a", "peer-0b"}
+    assert {e.peer for e in outcome.events if isinstance(e, SteppedBack)} == {"peer-0a", "peer-0b"}
     assert went_over(outcome).keys() == {"peer-0a", "peer-0b"}
-    applied = [text.split()[2] for _, text in outcome.timeline if text.startswith("peer-0c step_applied")]
+    applied = [e.step for e in outcome.events if isinstance(e, StepApplied) and e.peer == "peer-0c"]
     assert len(applied) == len(set(applied)) == 40, "no step was lost"
     assert set(outcome.ends.values()) == {"finished"}
 
@@ -219,7 +218,7 @@ def test_two_records_of_one_peer_each_are_no_sign_that_the_run_has_gone_on() -> 
     outcome = play(replicas_apart(1.6))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert len(went_over(outcome)) == 1
-    assert not [text for _, text in outcome.timeline if " state_missed " in text or " state_kept " in text]
+    assert not [e for e in outcome.events if isinstance(e, StateMissed | StateKept)]
 
 
 def test_a_stage_that_takes_itself_to_be_behind_keeps_its_state_if_nobody_has_a_later_one(
@@ -232,4 +231,4 @@ def test_a_stage_that_takes_itself_to_be_behind_keeps_its_state_if_nobody_has_a_
     monkeypatch.setattr(Exchange, "went_on", lured)
     outcome = play(replicas_apart(1.5))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert [text for _, text in outcome.timeline if " state_kept " in text]
+    assert [e for e in outcome.events if isinstance(e, StateKept)]

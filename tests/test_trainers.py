@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from muletrain.events import StepApplied
 from muletrain.policy.wiring import claimant
 from muletrain.runtime.members.detector import FailureDetector
 from muletrain.runtime.microbatch.trainer import Trainer
@@ -91,8 +92,7 @@ def test_a_trainer_that_wakes_when_its_microbatches_have_passed_on_computes_none
 
 def again(outcome: Outcome) -> int:
     """How many microbatches were computed again."""
-    applied = [line.split("recomputed=")[1] for _, line in outcome.timeline if "step_applied" in line]
-    return sum(int(rest.split()[0]) for rest in applied)
+    return sum(e.recomputed for e in outcome.events if isinstance(e, StepApplied))
 
 
 @pytest.mark.parametrize("join_s", [0.3, 1.3, 1.7])

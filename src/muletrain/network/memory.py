@@ -197,7 +197,7 @@ class Conditions:
         return frame_size(frame)
 
     def sending(self, sender: PeerId, kind: str) -> None:
-        """Called before each frame to another peer; may kill the sender."""
+        """Called before each frame to another peer; may kill the sender or cut its links."""
 
     def damage(self, sender: PeerId, receiver: PeerId, packed: bytes) -> bytes:
         """The frame that arrives for ``packed``."""
@@ -383,7 +383,8 @@ class MemoryNetwork:
             await self._put(target, channel, Arrival(loop_time_s(), DIRECT, own_frame), timeout_s)
             return 0
         conditions.sending(own, frame.kind)
-        hub.reach(own, own)  # the call may have killed us
+        for station in (own, peer):  # the call may have killed us, or cut the link
+            hub.reach(own, station)
         nbytes = conditions.weight(own, frame)
         if self._too_large(peer, nbytes):
             await asyncio.sleep(timeout_s)
