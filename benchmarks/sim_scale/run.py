@@ -54,8 +54,6 @@ GOAL_PEERS, GOAL_S = 1_000, 600.0
 """To be played in a minute."""
 HOPS = ("forward", "backward", "done")
 """Kinds of frames: a microbatch's way to a stage and back."""
-ENTRIES = "round_entry"
-"""Everyone tells everyone, once a step: these grow with the square of the fleet."""
 
 
 def played(text: str, fidelity: Fidelity, seconds: float, *overrides: str) -> tuple[Outcome, float]:
@@ -109,9 +107,7 @@ def protocol(peers: int) -> dict[str, Any]:
     counts = counted()
     stages = (f"fleet.stages={STAGES}", f"model.layers={STAGES}", f"train.batch={EACH * peers // STAGES}")
     outcome, cpu_s = played(FLEET.format(peers), "protocol", PROTOCOL_S, *stages)
-    messages, hops, entries = counts.total(), sum(counts[kind] for kind in HOPS), counts[ENTRIES]
-    growth = GOAL_PEERS / peers
-    goal_messages = ((messages - entries) * growth + entries * growth**2) * GOAL_S / PROTOCOL_S
+    messages, hops = counts.total(), sum(counts[kind] for kind in HOPS)
     return {
         "peers": peers,
         "cpu_s": round(cpu_s, 1),
@@ -120,8 +116,7 @@ def protocol(peers: int) -> dict[str, Any]:
         "messages_per_s": round(messages / cpu_s),
         "hops_per_s": round(hops / cpu_s),
         "steps": round(outcome.steps, 2),
-        "entries": round(entries / messages, 2),
-        "goal_s": round(cpu_s * goal_messages / messages),
+        "goal_s": round(cpu_s * GOAL_PEERS / peers * GOAL_S / PROTOCOL_S),
         "mb": peak_mb(),
         "kinds": dict(counts.most_common()),
     }

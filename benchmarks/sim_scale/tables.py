@@ -4,7 +4,7 @@ from typing import Any
 
 Results = dict[str, Any]
 FLOW = "flow: peers|CPU [s]|events|CPU of an event [ms]|memory [MB]"
-PROTOCOL = "protocol: peers|CPU [s]|messages|CPU of a message [ms]|messages/s|hops/s|of the messages round entries"
+PROTOCOL = "protocol: peers|CPU [s]|messages|CPU of a message [ms]|messages/s|hops/s"
 PROTOCOL += "|1,000 peers, 10 minutes: CPU [s]|memory [MB]"
 
 
@@ -21,13 +21,12 @@ def protocol(results: Results) -> list[list[Any]]:
             r["peers"],
             r["cpu_s"],
             *(f"{r['messages']:,}", r["ms_per_message"], f"{r['messages_per_s']:,}", f"{r['hops_per_s']:,}"),
-            *(f"{r['entries']:.0%}", f"{r['goal_s']:,}", f"{r['mb']:,}"),
+            *(f"{r['goal_s']:,}", f"{r['mb']:,}"),
         ]
         for r in results["protocol"]
     ]
 
 
 def questions(results: Results) -> list[float]:
-    """Share of ``ask_held`` in the messages that are no round entries."""
-    kinds = [(r["kinds"], r["messages"]) for r in results["protocol"]]
-    return [of["ask_held"] / (messages - of["round_entry"]) for of, messages in kinds]
+    """Share of ``sync`` in the messages."""
+    return [r["kinds"]["sync"] / r["messages"] for r in results["protocol"]]
