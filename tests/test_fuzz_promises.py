@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -124,14 +125,17 @@ def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
 
     class Alone(Trainer):
         def __init__(self) -> None:
-            self._refilling, self._again, self._repairs = set(), {}, set()
+            self._refilling, self._lacking, self._repairs = set(), defaultdict(dict), set()
             roster: Any = SimpleNamespace(member=lambda _: SimpleNamespace(stage=1))
             self._ctx: Any = SimpleNamespace(roster=roster)
 
         def _is_mine(self, index: int, turn: int = 0) -> bool:
             return True
 
-        async def refill(self, index: int, stage: int, doubted: tuple[str, ...] = ()) -> None:
+        def _doubted(self, sender: str, gap: Gap, index: int) -> tuple[str, ...]:
+            return ()
+
+        async def refill(self, index: int) -> None:
             await asyncio.sleep(index)
             raise MuletrainError("could not be finished in 60 tries")
 
@@ -150,18 +154,18 @@ def test_who_asks_again_and_again_holds_up_no_repair() -> None:
 
     class Asked(Trainer):
         def __init__(self) -> None:
-            self._refilling, self._again = set(), {}
+            self._refilling, self._lacking = set(), defaultdict(dict, {7: {0: ()}})
 
         async def _still_missing(self, *_: object, **__: object) -> tuple[tuple[int, ...], float | None]:
             looks.append(1)
-            self._again[0, 7] = ()
+            self._lacking[7][0] = ()
             await asyncio.sleep(0.1)
             return (), None
 
     trainer = Asked()
-    run_virtually(trainer.refill(7, 0), 100.0, [])
+    run_virtually(trainer.refill(7), 100.0, [])
     assert 1 < len(looks) < 5
-    assert not trainer._again
+    assert not trainer._lacking
     assert not trainer._refilling
 
 

@@ -261,3 +261,13 @@ def test_requests_of_a_step_that_has_ended_are_given_up() -> None:
             number = int(text.split(" step=")[1].split()[0])
             assert kind == "step_applied" or number >= step.get(peer, 0), text
             step[peer] = number if kind == "step_applied" else step.get(peer, 0)
+
+
+@pytest.mark.parametrize("at_s", [2.2, 2.9])
+def test_what_many_stages_lack_is_run_again_for_all_at_once(at_s: float) -> None:
+    """A replica freezes in a deep fleet, and its microbatches are lost at each stage after it. One stage after the other,
+    each of 16 stages with a pass through all of them, took ten usual steps."""
+    frozen = Fault(at_s, "freeze", ("peer-1b",), 60.0)
+    outcome = play(Scenario(3, (2,) * 8, 2, 4, 16, 0.02, (frozen,)))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.longest < 2.5

@@ -8,11 +8,15 @@ HEAD = "peers|event|messages of a peer and step|before|bytes of a peer and step|
 
 
 def rows(results: dict[str, Any]) -> list[list[str]]:
-    before = {(r["peers"], r["event"]): r for r in json.loads((Path(__file__).parent / "before.json").read_text())["plays"]}
+    before = {
+        (r["peers"], r["event"]): r for r in json.loads((Path(__file__).parent / "before.json").read_text())["plays"]
+    }
     found = []
     for r in results["plays"]:
         old = before.get((r["peers"], r["event"]), {})
-        cells = [f"{each[key]:,}" if key in each else "" for key in ("messages", "bytes", "step_s") for each in (r, old)]
+        cells = [
+            f"{each[key]:,}" if key in each else "" for key in ("messages", "bytes", "step_s") for each in (r, old)
+        ]
         found.append([f"{r['peers']:,}", r["event"], *cells])
     return found
 

@@ -90,9 +90,10 @@ class Trainer:
         """Stages with a peer that was silent, but may come back, when we took microbatches over."""
         self._refilling: set[tuple[int, int]] = set()
         """(stage, microbatch) of reruns in progress."""
-        self._again: dict[tuple[int, int], tuple[PeerId, ...]] = {}
-        """Reruns in progress that were requested again, with the doubted peers: a replica may have dropped a microbatch
-        since our question."""
+        self._lacking: defaultdict[int, dict[int, tuple[PeerId, ...]]] = defaultdict(dict)
+        """By microbatch: the stages that lack it since its rerun began, if any, with the doubted peers. One rerun is for
+        all of them. A stage of the present rerun may ask again: a replica may have dropped the microbatch since our
+        question."""
         self._begun: dict[int, bool] = {}
         """Microbatches that were given out, and whether each is through."""
         self._perhaps_lost: defaultdict[int, set[int]] = defaultdict(set)
@@ -156,24 +157,21 @@ class Trainer:
             await self._run(theirs, retry=True, turn=turn)
 
     async def on_gap(self, sender: PeerId, gap: Gap) -> None:
-        """A stage lacks microbatches: run our share again for that stage alone. A microbatch still in flight follows as
-        soon as it is through."""
+        """A stage lacks microbatches: run our share again, for all stages that lack the same one. A microbatch still in
+        flight follows as soon as it is through."""
         if self._ctx.roster.member(sender).stage == gap.stage:
             self._without[gap.stage][sender] = gap.without
             self._gaps += 1
-        ours = [i for i in gap.indices if self._is_mine(i, gap.turn)]
-        mine = [i for i in ours if (gap.stage, i) not in self._refilling]
-        if not gap.early:
-            again = [i for i in ours if (gap.stage, i) in self._refilling]
-            self._again |= {(gap.stage, i): self._doubted(sender, gap, i) for i in again}
-        else:
+        mine = [i for i in gap.indices if self._is_mine(i, gap.turn)]
+        if gap.early:
+            mine = [i for i in mine if (gap.stage, i) not in self._refilling]
             for i in [i for i in mine if self._begun.get(i) is False]:
                 self._perhaps_lost[i].add(gap.stage)
             mine = [i for i in mine if self._begun.get(i)]
-        # at once, because another replica may report the same gap before the tasks begin
-        self._refilling.update((gap.stage, i) for i in mine)
-        doubted = {i: self._doubted(sender, gap, i) for i in mine}
-        repairs = [asyncio.create_task(self.refill(i, gap.stage, doubted[i])) for i in mine]
+        new = [i for i in mine if i not in self._lacking]
+        for i in mine:
+            self._lacking[i][gap.stage] = self._doubted(sender, gap, i)
+        repairs = [asyncio.create_task(self.refill(i)) for i in new]
         self._repairs.update(repairs)
         for repair in repairs:
             repair.add_done_callback(self._repairs.discard)
@@ -192,21 +190,24 @@ class Trainer:
         self._believed.add((sender, index))
         return gap.without
 
-    async def refill(self, index: int, stage: int, doubted: tuple[PeerId, ...] = ()) -> None:
-        """Run a microbatch again for a ``stage`` that lacks it; ``doubted``: peers whose word does not count."""
-        self._refilling.add((stage, index))
+    async def refill(self, index: int) -> None:
+        """Run a microbatch again for the stages that lack it (``_lacking``), and then for those that asked meanwhile. In a
+        fleet of many stages all may lack it, and one after the other would take as many times as long."""
+        times = Counter[int]()
         try:
-            for _ in range(MOST_AGAIN):
-                missing, _loss = await self._still_missing(index, (stage,), doubted)
+            while lacking := {s: d for s, d in self._lacking[index].items() if times[s] < MOST_AGAIN}:
+                self._lacking[index], stages = {}, tuple(sorted(lacking))
+                times.update(stages)
+                self._refilling.update((stage, index) for stage in stages)
+                doubted = tuple(sorted({peer for peers in lacking.values() for peer in peers}))
+                missing, _loss = await self._still_missing(index, stages, doubted)
                 if missing:
-                    await self.see_through(index, (stage,), doubted=doubted, asked=True)
+                    await self.see_through(index, missing, doubted=doubted, asked=True)
                     self._begun[index] = True
-                if (wanted := self._again.pop((stage, index), None)) is None:
-                    return
-                doubted = wanted
+                self._refilling.difference_update((stage, index) for stage in stages)
         finally:
-            self._again.pop((stage, index), None)
-            self._refilling.discard((stage, index))
+            self._lacking.pop(index, None)
+            self._refilling = {each for each in self._refilling if each[1] != index}
 
     async def _run(self, indices: Iterable[int], *, retry: bool, turn: int = 0) -> None:
         """Claim and see through our share of ``indices``, and tell all peers."""
@@ -247,8 +248,11 @@ class Trainer:
             await asyncio.wait({self._validation})
         loss = await self.see_through(index, stages, retry=retry)
         self._begun[index] = True
-        for stage in sorted(self._perhaps_lost.pop(index, ())):
-            await self.refill(index, stage)
+        if lost := self._perhaps_lost.pop(index, set()):
+            under_way = index in self._lacking
+            self._lacking[index] |= dict.fromkeys(lost, ())
+            if not under_way:
+                await self.refill(index)
         return loss
 
     async def see_through(
