@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from muletrain.policy.deadline import Deadline
-from muletrain.runtime.averaging import rounds
-from muletrain.runtime.checkpoint import checkpointing
-from muletrain.runtime.core import waiting
+from muletrain.runtime.core import times
 from muletrain.runtime.core.plan import Plan
-from muletrain.runtime.members import rebalancing, silence, watchdog
+from muletrain.runtime.members import rebalancing, watchdog
 from muletrain.runtime.members.detector import FailureDetector
 from muletrain.runtime.peer import peer
 from muletrain.runtime.recovery import forks, rollback
 from muletrain.runtime.step import exchange
-from muletrain.runtime.transfer import blocks, donor
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,7 +27,7 @@ def test_the_table_is_that_of_the_code() -> None:
     text = (ROOT / "docs" / "timing.md").read_text(encoding="utf-8")
     assert text == timings.page(text), "run scripts/timings.py"
     rows = [line for line in timings.table().splitlines() if line.startswith("| `")]
-    assert len(rows) > 40
+    assert len(rows) > 10
     assert not [row for row in rows if row.endswith("|  |")], "each says what it bounds"
 
 
@@ -40,23 +37,21 @@ def test_each_level_waits_until_the_one_below_it_has_had_its_time() -> None:
     for _ in range(100):
         answer.measured(0.0)
     levels_s = [
-        silence.FLOOR_S,
+        times.LAG_S,
         answer.seconds(),
         exchange.LATE_S,
-        rounds.ELSEWHERE_S,
+        times.AGAIN_S,
         Plan.adopt_after_s,
-        rounds.STALLED_S,
-        waiting.PATIENCE_S,
+        times.GONE_S,
+        times.PATIENCE_S,
         rollback.JOIN_S,
     ]
     assert levels_s == sorted(levels_s)
-    assert answer.seconds() < Deadline().seconds() < waiting.PATIENCE_S
-    assert watchdog.LEAST_S < 2 * waiting.PATIENCE_S, "missing microbatches outlast a hung device (step.reruns)"
+    assert answer.seconds() < Deadline().seconds() < times.PATIENCE_S
+    assert watchdog.hung_s(0.0) < 2 * times.PATIENCE_S, "missing microbatches outlast a hung device (step.reruns)"
 
 
 def test_promises_outlast_the_questions_that_rely_on_them() -> None:
-    assert forks.STAY_S > forks.CALL_S
+    assert forks.STAY > forks.ASK
     assert peer.HOLDS_S > 2 * peer.ANNOUNCE_S
-    assert donor.KEPT_S >= blocks.CALL_S
     assert rebalancing.KEPT_MAX_S < 120.0, "what the directory keeps at most"
-    assert checkpointing.LONGEST_S >= blocks.LONGEST_S

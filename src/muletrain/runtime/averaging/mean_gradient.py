@@ -23,7 +23,7 @@ from muletrain.optim.tied import content
 from muletrain.policy.shards import BLOCK
 from muletrain.runtime.averaging.averager import contents
 from muletrain.runtime.averaging.messages import AskGradient
-from muletrain.runtime.core.times import CALL_S
+from muletrain.runtime.core.times import GONE_S
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateImage
 from muletrain.wire.codec import Encoded, decode, encode
@@ -148,7 +148,7 @@ async def _manifest(ctx: Context, holder: PeerId, entry: RoundEntry, *, tied: bo
     """The manifest from ``holder``; empty if ``holder`` has none or is gone."""
     ask = AskGradient(round=entry.round, tied=tied).pack()
     try:
-        return await _while_there(ctx, [holder], entry, ctx.net.call(holder, AskGradient.KIND, ask, timeout_s=CALL_S))
+        return await _while_there(ctx, [holder], entry, ctx.net.call(holder, AskGradient.KIND, ask, timeout_s=GONE_S))
     except Refused:  # the holder is at another step, and well
         return b""
     except NetworkError as e:

@@ -17,6 +17,7 @@ from muletrain.policy.deadline import RetryBudget
 from muletrain.policy.rooms import Rooms
 from muletrain.policy.trips import Trips
 from muletrain.policy.wiring import GAMMA, Wiring
+from muletrain.runtime.core.times import LOOK_S, PAUSE_MAX_S
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.members.silence import Silence
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.survey import Survey
     from muletrain.wire.codec import Encoded
 
-LOOK_S, LOOK_MAX_S = 0.5, 30.0
-"""Seconds between two checks for room at a full stage, and most seconds between two tries of a peer that is already at
-the microbatch."""
 COPIES, COPIES_SHARE = 2.0, 0.1
 """Budget of microbatches that are computed twice because a peer is suspected: at first this multiple of a peer's
 capacity, then this share of the answered microbatches."""
@@ -194,7 +192,7 @@ class Dispatcher:
             except (Over, Full):
                 continue
             except AtIt:
-                now_s, most_s = self._ctx.clock.now(), max(LOOK_MAX_S, self.trips.usual_s() / 4)
+                now_s, most_s = self._ctx.clock.now(), max(PAUSE_MAX_S, self.trips.usual_s() / 4)
                 at_it[peer] = now_s + min(most_s, max(LOOK_S, now_s - begun_s))
                 continue
             else:

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
-from muletrain.policy.deadline import CEILING_S, backoff_s
+from muletrain.policy.deadline import CEILING_S
+from muletrain.runtime.core.times import pause_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -18,9 +19,8 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 15.0
 """Least seconds to wait for a peer that still works on a microbatch."""
-PAUSE_S, PAUSES = 0.05, 30
-"""Seconds between the first two checks of such a peer; doubles, up to the wait divided by ``PAUSES``, so that a long
-wait costs no more questions than a short wait."""
+PAUSES = 30
+"""Least number of checks of such a peer: a long wait costs hardly more questions than a short wait."""
 
 
 class Survey:
@@ -77,7 +77,7 @@ class Survey:
             over = clock.now() - since_s >= longest_s or clock.now() - begun_s >= max(CEILING_S, longest_s)
             if not at_it or over:
                 break
-            await clock.sleep(backoff_s(pause, PAUSE_S, longest_s / PAUSES))
+            await clock.sleep(pause_s(pause, longest_s / PAUSES))
         have = {progress.stage for progress in counted if index in progress.accumulated}
         have |= {*silent} if have else set()
         losses = (progress.loss(index) for progress in current.values())

@@ -12,8 +12,8 @@ import torch
 
 from muletrain.errors import MuletrainError
 from muletrain.events import OrphansTaken
-from muletrain.policy.deadline import backoff_s
 from muletrain.policy.wiring import claimant
+from muletrain.runtime.core.times import pause_s
 from muletrain.runtime.microbatch.dispatcher import StageLost
 from muletrain.runtime.microbatch.messages import MAX_WITHOUT, Attempt, Gap, TrainerDone
 from muletrain.runtime.microbatch.validator import validator_of
@@ -43,8 +43,6 @@ MOST_AGAIN = 3
 waits for repairs."""
 MOST_ASKED = 4
 """Most peers of a stage to probe for their absence: a partition may take hundreds at once."""
-PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
-"""Seconds before a failed microbatch is tried again, the first time and at most; doubles."""
 
 R = TypeVar("R")
 
@@ -288,7 +286,7 @@ class Trainer:
                     return (await self._dispatcher.request(request, accumulate, tensors, gradient=False)).loss
                 except StageLost:  # the stage's peers may be at the previous step, or dead without our knowledge
                     self._work.given.discard(index)
-                    await self._ctx.clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
+                    await self._ctx.clock.sleep(pause_s(tries))
                     accumulate, loss = await self._still_missing(index, accumulate, doubted)
                     self._dispatcher.refresh()
                 finally:

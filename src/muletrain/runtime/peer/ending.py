@@ -7,8 +7,8 @@ import itertools
 from typing import TYPE_CHECKING
 
 from muletrain.errors import NetworkError
-from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.checkpoint.store import Key
+from muletrain.runtime.core.times import GONE_S, PAUSE_MAX_S, pause_s
 from muletrain.runtime.peer.messages import Finished
 
 if TYPE_CHECKING:
@@ -18,15 +18,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.runner import StepRunner
 
-WEIGH_S = 0.1
-"""Seconds between two checks whether the news of the end can be trusted; doubles."""
 LATE = b"late"
 """Answer to ``Finished`` of a peer that has not applied the last step."""
-LATE_S, LATE_MAX_S = 60.0, 2.0
-"""Seconds for which a peer waits at the end for a late replica, and most seconds between two questions."""
-OFFER_S = 20.0
-"""Seconds after which every replica offers its stage's part of the last checkpoint, if the writer's is missing; and
-between two offers."""
 
 
 class Ending:
@@ -65,11 +58,11 @@ class Ending:
 
     async def _wait_for(self, replica: PeerId, written: bool) -> None:
         """Stay until ``replica``, which missed the last step, has taken the step's gradient or the state from us."""
-        until = self._ctx.clock.now() + LATE_S
+        until = self._ctx.clock.now() + GONE_S
         for tries in itertools.count():
             if self._ctx.clock.now() > until or not await self._dismiss(replica, written):
                 return
-            await self._ctx.clock.sleep(backoff_s(tries, WEIGH_S, LATE_MAX_S))
+            await self._ctx.clock.sleep(pause_s(tries))
 
     async def _hear_of_end(self, key: Key) -> None:
         written = await self._checkpointing.ended(key)
@@ -79,7 +72,7 @@ class Ending:
     async def _offer_last(self, key: Key) -> None:
         """Offer our stage's part again: the writer may have died, or its message was lost."""
         while not self._finished.done():
-            await self._ctx.clock.sleep(OFFER_S)
+            await self._ctx.clock.sleep(PAUSE_MAX_S)
             parts = self._checkpointing
             if parts.wants(key) and (state := await parts.copy(key)) is not None:
                 await parts.write(key, state)
@@ -119,4 +112,4 @@ class Ending:
                 waits = first is not None and now is not None and now.id == first.id != sender
             if self._position.life.done and not waits:
                 return self._finished.set_result(written)
-            await self._ctx.clock.sleep(backoff_s(tries, WEIGH_S, OFFER_S))
+            await self._ctx.clock.sleep(pause_s(tries))

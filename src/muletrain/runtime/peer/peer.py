@@ -13,6 +13,7 @@ from muletrain.policy.deadline import RECENT
 from muletrain.runtime.checkpoint.checkpointing import Checkpointing, PartWriter
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.lifecycle import Lifecycle, State
+from muletrain.runtime.core.times import AGAIN_S
 from muletrain.runtime.members.leaving import Departure
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.rebalancing import Rebalancer
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.recovery.messages import StepBack
     from muletrain.runtime.step.record import StepRecord
     from muletrain.runtime.transfer.tokens import Sharing
-
-FAREWELL_S = 5.0
-"""Seconds, at most, for the last announcement of a peer that leaves."""
 
 
 class Memory(NamedTuple):
@@ -160,7 +158,7 @@ class Peer:
         announcing.cancel()
         if self.left and self.destination is None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FAREWELL_S):
+                async with asyncio.timeout(AGAIN_S):
                     await self._announce(left=True)
         return written
 
