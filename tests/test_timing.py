@@ -1,10 +1,15 @@
-"""The timing constants stand in the order that docs/timing.md gives reasons for, and its table is that of the code."""
+"""The timing constants stand in the order that docs/timing.md gives reasons for, its tables are those of the code, and no
+wait ends only after itself."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.core import times
@@ -18,17 +23,56 @@ from muletrain.runtime.step import exchange
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_table_is_that_of_the_code() -> None:
+@pytest.fixture(scope="module")
+def timings() -> Any:
     spec = importlib.util.spec_from_file_location("timings", ROOT / "scripts" / "timings.py")
     assert spec is not None
     assert spec.loader is not None
-    timings = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(timings)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_are_those_of_the_code(timings: Any) -> None:
     text = (ROOT / "docs" / "timing.md").read_text(encoding="utf-8")
     assert text == timings.page(text), "run scripts/timings.py"
-    rows = [line for line in timings.table().splitlines() if line.startswith("| `")]
+    rows = [line for line in timings.table_of_constants().splitlines() if line.startswith("| `")]
     assert len(rows) > 10
     assert not [row for row in rows if row.endswith("|  |")], "each says what it bounds"
+
+
+def test_no_wait_ends_only_after_itself(timings: Any) -> None:
+    found = timings.all_waits()
+    assert len(found) > 40
+    assert [w.where for w in found if not w.after and not re.search("within|cancelled", w.says)] == []
+    known = {w.where for w in found}
+    assert [(w.where, name) for w in found for name in w.after if name not in known] == []
+    assert timings.cycle(found) == []
+
+
+A_WAIT = """
+async def {}(self):
+    \"""Waits. {}.\"""
+    await self.done.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "circle"),
+    [
+        ("Ends after ``room/b.second``", ["room/a.first", "room/b.second"]),
+        ("Ends after ``room/b.second``, or within a minute", []),
+        ("Ends after ``room/b.third``", []),
+    ],
+)
+def test_a_wait_that_ends_only_after_itself_is_found(timings: Any, ends: str, circle: list[str]) -> None:
+    second = A_WAIT.format("second", "Ends after ``room/a.first``") + A_WAIT.format("third", "Ends when cancelled")
+    found = [
+        *timings.waits("room/a", ast.parse(A_WAIT.format("first", ends))),
+        *timings.waits("room/b", ast.parse(second)),
+    ]
+    assert len(found) == 3
+    assert timings.cycle(found) == circle
 
 
 def test_each_level_waits_until_the_one_below_it_has_had_its_time() -> None:

@@ -290,8 +290,8 @@ class Averager:
         return self.shards[round_.id][owner]
 
     async def _chunk(self, round_: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
-        """Wait for a chunk of ``sender``. Raises PeerUnreachable when ``sender`` is marked down, or the stream
-        ended."""
+        """Wait for a chunk of ``sender``. Raises PeerUnreachable when ``sender`` is marked down, or the stream ended.
+        Ends within the limits of ``averaging/rounds.watch``, which fails the round."""
         key = (round_.id, kind.KIND, sender, number)
         arrival = self._inbox.get(key)
         if sender in self._broken and not arrival.done():

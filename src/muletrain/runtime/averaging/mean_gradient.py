@@ -57,7 +57,7 @@ class MeanGradient:
     _packing: dict[bool, asyncio.Task[StateImage]] = field(default_factory=dict)
 
     async def image(self, ctx: Context, *, tied: bool = False) -> StateImage:
-        """Return one of ``packed``, packed on first use."""
+        """Return one of ``packed``, packed on first use. Ends within the time of this peer's own work."""
         if tied not in self._packing:
             self._packing[tied] = ctx.spawn(self._pack(ctx, tied=tied), "pack")
         return await asyncio.shield(self._packing[tied])
@@ -235,7 +235,7 @@ async def tied_content(ctx: Context, stage: int, gradient: Tensor) -> bytes:
 
 async def _while_there(ctx: Context, holders: list[PeerId], entry: RoundEntry, work: Coroutine[Any, Any, T]) -> T:
     """Wait for ``work``, which depends on ``holders``, with probes meanwhile. Raises PeerUnreachable once no holder
-    answers."""
+    answers. Ends within a probe's deadline after the last holder fell silent."""
     task, there = asyncio.ensure_future(work), list(holders)
 
     async def that_answer() -> list[PeerId]:

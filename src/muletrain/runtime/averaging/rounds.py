@@ -118,7 +118,8 @@ class Attendance:
         self._came[member] = self._ctx.clock.now()
 
     async def watch(self) -> None:
-        """Watch until cancelled. Raises RoundFailed if a live member takes no part in the round."""
+        """Raises RoundFailed if a live member takes no part in the round. Ends when cancelled, or with a member that is
+        elsewhere for ``AGAIN_S``, makes no progress for ``GONE_S``, or takes ``USUAL`` usual rounds."""
         ctx, round_ = self._ctx, self._round
         while True:
             await ctx.clock.sleep(LOOK_S)

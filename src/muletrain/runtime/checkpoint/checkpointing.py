@@ -186,7 +186,8 @@ class Checkpoints:
         self._over.set()
 
     async def over(self, key: Key) -> bool:
-        """Wait for the end of checkpoint ``key``. True if complete."""
+        """Wait for the end of checkpoint ``key``. True if complete. Ends after
+        ``checkpoint/checkpointing._see_through``."""
         while key not in self._ended or key in self._clearing:
             self._over.clear()
             await self._over.wait()
@@ -384,6 +385,7 @@ class PartExchange:
         return peer in self._roles.keepers(stage, peer) or await self._membership.serves(peer, stage)
 
     async def _offer(self, ask: AskPart) -> Snapshot:
+        """Ends within ``GONE_S / 2``."""
         until = self._ctx.clock.now() + GONE_S / 2  # the asking peer waits for GONE_S
         while (offer := self._snapshots.offered(ask.stage, *ask.key, part=True)) is None and self._snapshots.crowded():
             if self._ctx.clock.now() > until:
@@ -593,7 +595,8 @@ class Checkpointing:
     # Until the end ----------------------------------------------------------------------------------------------------
 
     async def _see_through(self, opened: OpenCheckpoint) -> None:
-        """Do our part until the checkpoint has ended, and watch the coordinator, since we may have to take over."""
+        """Do our part until the checkpoint has ended, and watch the coordinator, since we may have to take over. Ends
+        within ``_left_s``: the time that all parts need over a slow link."""
         ctx, key, looks = self._ctx, opened.key, itertools.count()
         while not opened.ended:
             opened.changed.clear()

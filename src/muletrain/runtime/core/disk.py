@@ -102,6 +102,7 @@ class Disk:
                 job.cancel()
 
     async def _watch(self, job: asyncio.Future[Any]) -> None:
+        """Ends within ``PATIENCE_S`` without progress."""
         still_s, moved = 0.0, self._moved
         while not job.done():
             await asyncio.wait({job}, timeout=LOOK_S)

@@ -113,7 +113,7 @@ class Context:
         channel: Channel | None = None,
     ) -> None:
         """Send and count a frame. ``frame``: the message's frame, if already made; ``channel``: in place of the
-        message's own. Raises PeerUnreachable or DeadlineExceeded."""
+        message's own. Raises PeerUnreachable or DeadlineExceeded. Ends within ``watchdog.hung_s`` and ``GONE_S``."""
         if not self.meter.works.is_set():  # until the device is back, or the watchdog ends the peer
             await self.meter.works.wait()
         begin = self.clock.now()

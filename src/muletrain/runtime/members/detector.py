@@ -220,8 +220,8 @@ class FailureDetector:
             looking.add_done_callback(lambda _: self._looked_after.discard(peer))
 
     async def _look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """Repeat the question while the peer's device is late: without new work, nothing else would end the
-        suspicion."""
+        """Repeat the question while the peer's device is late: without new work, nothing else would end the suspicion.
+        Ends within ``watchdog.hung_s``: then a peer with a late device ends, and answers no question."""
         for times in itertools.count():
             if times or peer not in self._late:
                 await self.probe(peer, lineage, step, hearsay=True, brief=True)
@@ -353,8 +353,9 @@ class FailureDetector:
         return asyncio.get_running_loop().time() - self._peer.net.heard_s(peer)
 
     async def ask_all(self, peers: tuple[PeerId, ...], lineage: bytes, step: int) -> dict[PeerId, Row]:
-        """Returns the rows of the answering ``peers``. Peers that are down are asked, too, since they may be back,
-        but only live peers are waited for, if there are any."""
+        """Returns the rows of the answering ``peers``. Peers that are down are asked, too, since they may be back, but
+        only live peers are waited for, if there are any. Ends within a probe's deadline, doubled for peers that are
+        heard."""
         asked = {p: asyncio.create_task(self.probe(p, lineage, step)) for p in self.worth_a_try(peers)}
         living = [task for p, task in asked.items() if self._peer.roster.is_alive(p)]
         try:

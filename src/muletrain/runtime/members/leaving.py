@@ -56,7 +56,8 @@ class Departure:
     async def taken_over(self, lineage: bytes, step: int) -> bool:
         """Wait until every answering replica of our stage has come to ``step``. Returns False if none has in the end,
         so that our state is the last, or if no replica answers for half the time after which other peers adopt the
-        stage. Replicas that are down are asked, too: a healed link does not announce itself."""
+        stage. Replicas that are down are asked, too: a healed link does not announce itself. Ends within ``TAKING *
+        GONE_S``."""
         ctx = self._ctx
         begin = answered_s = ctx.clock.now()
         for attempt in itertools.count():

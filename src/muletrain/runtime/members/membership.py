@@ -49,8 +49,8 @@ class Membership:
                 return
 
     async def _answers(self, calls: dict[asyncio.Task[Any], PeerId]) -> None:
-        """Wait for the answers. A peer that takes much longer than the rest is not counted on until the peer
-        answers."""
+        """Wait for the answers. A peer that takes much longer than the rest is not counted on until the peer answers.
+        Ends within the deadline of an introduction."""
         clock = self._ctx.clock
         begin = clock.now()
         while calls and (rest_s := begin + self._deadline.seconds() - clock.now()) > 0:
@@ -92,7 +92,7 @@ class Membership:
     async def acquaint(self, peer: PeerId, stage: int | None = None) -> None:
         """``peer`` speaks to us: ask for an introduction if ``peer`` is unknown, or not known to serve ``stage``, after
         an arrival or a move during our absence. Raises ProtocolError without an introduction, and if ``peer`` was
-        expelled."""
+        expelled. Ends within the deadline of an introduction."""
         roster, now = self._ctx.roster, self._ctx.clock.now()
         if roster.expelled(peer):
             raise ProtocolError("this peer was expelled: it computed false gradients")

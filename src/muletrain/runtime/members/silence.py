@@ -72,7 +72,7 @@ class Silence:
 
     async def _listen(self) -> None:
         """Check while any peer owes us answers. The deadline of a request, which may wait in a queue, would reveal a
-        frozen peer much later."""
+        frozen peer much later. Ends after ``microbatch/pending.answer_of`` of every request."""
         try:
             while self._debtors:
                 await self._ctx.clock.sleep(self._ask_the_late())

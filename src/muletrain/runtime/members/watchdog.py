@@ -45,7 +45,7 @@ class Watchdog:
         self._ages_s: dict[Job, float] = {}
 
     async def run(self) -> None:
-        """Look until cancelled. Raises DeviceHung."""
+        """Raises DeviceHung. Ends when cancelled."""
         clock = self._ctx.clock
         while True:
             before, stood_still_s = clock.now(), clock.stood_still_s()

@@ -236,7 +236,8 @@ class Dispatcher:
         """Returns the answer of one peer. When the peer is suspected, another peer computes the microbatch, too, but
         accumulates nothing, here and in later stages. If the suspect lives, its accumulator has the microbatch; if not,
         that accumulator is lost anyway, and the stage runs its microbatches again. So a false alarm costs a single
-        computation, and no microbatch is ever in two accumulators."""
+        computation, and no microbatch is ever in two accumulators. Ends after ``microbatch/pending.answer_of``, also of
+        a copy."""
         peer, request = pending.peer, pending.request
         if request.key in self._pending.get(peer, {}):
             what = f"microbatch {request.step}/{request.index} attempt {request.attempt}"
@@ -276,7 +277,7 @@ class Dispatcher:
 
     async def _have_copied(self, peer: PeerId) -> None:
         """Let other peers compute the microbatches owed by ``peer``, oldest first, as fast as these peers can: most
-        suspects are soon heard again."""
+        suspects are soon heard again. Ends after ``microbatch/pending.answer_of`` of what the peer owes."""
         while peer in self._ctx.detector.suspected:
             others = set(self._wiring.peers()) - self._ctx.detector.suspected
             owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())

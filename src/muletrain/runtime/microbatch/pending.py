@@ -97,7 +97,8 @@ async def answer_of(
     """Wait while the peer works on the request, or its answer is on the way. Ask the peer when a deadline is missed;
     when a stream with the peer breaks, at once, and again when everything sent since should have come.
     ``held_for_long`` decides, by the seconds so far, whether to give up. Raises Gone, PeerUnreachable,
-    DeadlineExceeded."""
+    DeadlineExceeded. Ends after ``microbatch/stage_server._compute_forward`` and
+    ``microbatch/stage_server._encode_gradient`` at this stage and later ones, or earlier with ``held_for_long``."""
     peer, request, begin_s, attempt, again = pending.peer, pending.request, ctx.clock.now(), 0, False
     pending.broke = asyncio.Future()
     while True:

@@ -283,6 +283,7 @@ class StageServer:
             )
 
     async def _compute_forward(self, job: _Job, inputs: Tensor) -> Encoded:
+        """Ends within ``watchdog.hung_s``."""
         ctx = self.ctx
         outputs = await ctx.compute.forward(
             job.microbatch, inputs, self._turn(self._forward, job, "forward"), job.positions
@@ -376,6 +377,7 @@ class StageServer:
         job.work.recomputed += not accumulation.granted
 
     async def _encode_gradient(self, job: _Job, gradient: Result | None) -> Encoded | None:
+        """Ends within ``watchdog.hung_s``."""
         if gradient is None or not job.message.gradient:
             return None
         return await self.ctx.compute.offload(encode, await gradient, self.ctx.plan.activations)

@@ -51,8 +51,8 @@ class Survey:
         that peer recomputes without accumulating. While some peer is still at work, wait: a second accumulation would
         cost a whole accumulator. With ``given``, wait, too, while another trainer has given the microbatch out; of two
         trainers that ask at the same time, the trainer with the higher id waits. (A call on behalf of such a trainer
-        must not set ``given``: the trainer would wait for itself.) The wait ends ``patience_s`` (at least
-        ``PATIENCE_S``) after the awaited peers last accumulated anything, or after ``PATIENCE_S`` if their devices are
+        must not set ``given``: the trainer would wait for itself.) Ends within ``patience_s`` (at least
+        ``PATIENCE_S``) after the awaited peers last accumulated anything, or within ``PATIENCE_S`` if their devices are
         late.
 
         Once some stage has the microbatch, ``silent`` stages count as well, without a live peer's report: a silent peer
@@ -84,7 +84,8 @@ class Survey:
         return tuple(s for s in stages if s not in have), next((loss for loss in losses if loss is not None), None)
 
     async def everyone(self, lineage: bytes, step: int) -> dict[PeerId, Row]:
-        """Returns the progress of every peer at ``step``, this peer included, asked after this call."""
+        """Returns the progress of every peer at ``step``, this peer included, asked after this call. Ends after
+        ``microbatch/survey._ask``."""
         key = lineage, step
         if (survey := self._next.get(key)) is None:
             survey = self._ctx.spawn(self._ask(key, self._asking.get(key)), "survey")
@@ -92,6 +93,7 @@ class Survey:
         return await asyncio.shield(survey)
 
     async def _ask(self, key: tuple[bytes, int], before: asyncio.Task[dict[PeerId, Row]] | None) -> dict[PeerId, Row]:
+        """Ends after ``members/detector.ask_all``, also of the question before."""
         if before is not None:
             await asyncio.wait({before})
         self._asking[key] = self._next.pop(key)

@@ -207,7 +207,9 @@ class Trainer:
             self._refilling.discard((stage, index))
 
     async def _run(self, indices: Iterable[int], *, retry: bool, turn: int = 0) -> None:
-        """Claim and see through our share of ``indices``, and tell all peers."""
+        """Claim and see through our share of ``indices``, and tell all peers. Ends after
+        ``microbatch/dispatcher._from`` and ``microbatch/survey.still_missing`` of each microbatch, and
+        ``microbatch/trainer._whole`` of the first."""
         mine, stages = self._claims(indices, turn), tuple(range(self._ctx.plan.stages))
         self._claimed.update(mine)
         tasks = [asyncio.create_task(self._whole(i, stages, retry=retry)) for i in mine]
@@ -240,7 +242,8 @@ class Trainer:
         return claimant(self._step, index, self._ctx.roster.trainers(), turn)
 
     async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
-        """See one microbatch through, then once more where a part was lost meanwhile. Returns the loss [nats/token]."""
+        """See one microbatch through, then once more where a part was lost meanwhile. Returns the loss [nats/token].
+        Ends after ``microbatch/validator._measured``."""
         if index == 0 and self._validation is not None:
             await asyncio.wait({self._validation})
         loss = await self.see_through(index, stages, retry=retry)

@@ -104,7 +104,8 @@ class Validator:
         return math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.inf
 
     async def _measured(self, source: Heldout) -> float:
-        """Returns the mean loss [nats/token]. Raises MuletrainError, also after a stall or a timeout."""
+        """Returns the mean loss [nats/token]. Raises MuletrainError, also after a stall or a timeout. Ends within
+        ``STALL * PATIENCE_S`` without a microbatch, or ``CEILING_S``."""
         clock, indices = self._ctx.clock, iter(range(len(source)))
         begun_s = clock.now()
         running = {asyncio.create_task(self._work_off(indices, source)) for _ in range(self._window)}

@@ -39,7 +39,8 @@ class Ending:
         return self._finished.done()
 
     async def finish(self) -> bool:
-        """Wait for the last checkpoint. Returns False if the checkpoint could not be written."""
+        """Wait for the last checkpoint. Returns False if the checkpoint could not be written. Ends after
+        ``checkpoint/checkpointing.over``, or ``peer/ending._weigh`` of another peer's word."""
         ctx, key = self._ctx, Key(self._position.step, self._position.applied)
         if ctx.roster.coordinator() is None and not self._finished.done():  # others may have told us before
             self._finished.set_result(True)
@@ -57,7 +58,8 @@ class Ending:
         return written
 
     async def _wait_for(self, replica: PeerId, written: bool) -> None:
-        """Stay until ``replica``, which missed the last step, has taken the step's gradient or the state from us."""
+        """Stay until ``replica``, which missed the last step, has taken the step's gradient or the state from us. Ends
+        within ``GONE_S``."""
         until = self._ctx.clock.now() + GONE_S
         for tries in itertools.count():
             if self._ctx.clock.now() > until or not await self._dismiss(replica, written):
@@ -70,7 +72,8 @@ class Ending:
             self._finished.set_result(written)
 
     async def _offer_last(self, key: Key) -> None:
-        """Offer our stage's part again: the writer may have died, or its message was lost."""
+        """Offer our stage's part again: the writer may have died, or its message was lost. Ends after
+        ``checkpoint/checkpointing.over``."""
         while not self._finished.done():
             await self._ctx.clock.sleep(PAUSE_MAX_S)
             parts = self._checkpointing
@@ -99,7 +102,8 @@ class Ending:
     async def _weigh(self, sender: PeerId, written: bool) -> None:
         """Once we have applied the last step, believe the coordinator, or another peer if the coordinator is gone. If
         we coordinate now, believe ``sender`` only when no other peer is left: an earlier coordinator may have ended the
-        run."""
+        run. Ends after ``step/runner.run`` of the last step, and the first coordinator's
+        ``checkpoint/checkpointing.over`` or end."""
         roster, me = self._ctx.roster, self._ctx.net.peer_id
         first = roster.coordinator()
         for tries in itertools.count():

@@ -300,7 +300,7 @@ class Incoming:
 
     async def _after_break(self, peer: PeerId) -> None:
         """Frames on the stream are lost. Once ``peer`` answers, ask at once for all awaited answers; again if another
-        stream ended meanwhile."""
+        stream ended meanwhile. Ends within ``BREAK_TRIES`` probes after the last break."""
         ctx, at, tries = self._ctx, self._position, 0
         while tries < BREAK_TRIES:
             breaks = self._breaks[peer]

@@ -117,7 +117,8 @@ class Peer:
 
     async def run(self) -> bool:
         """Train to the end, or until a member asks to stop, and write the last checkpoint. Returns False if the
-        checkpoint could not be written. Raises the error of any actor that could not recover."""
+        checkpoint could not be written. Raises the error of any actor that could not recover. Ends after
+        ``step/runner.run`` of each step, and ``peer/ending.finish``."""
         main = asyncio.create_task(self._train(), name="train")
         self._ctx.spawn(Watchdog(self._ctx).run(), "watchdog")
         try:
@@ -289,6 +290,7 @@ class Peer:
         await self._incoming.redeliver()
 
     async def _announce_often(self) -> None:
+        """Ends when cancelled."""
         while True:
             await self._announce(left=False)
             await self._ctx.clock.sleep(ANNOUNCE_S)

@@ -94,7 +94,7 @@ class Rollback:
         return Key(self._position.step, self._position.applied)
 
     async def watch(self) -> None:
-        """Look until cancelled: have a stage adopted that is without peers for long, and wait for a trainer."""
+        """Have a stage adopted that is without peers for long, and wait for a trainer. Ends when cancelled."""
         ctx, since, since_trainer, trainers = self._ctx, dict[int, float](), math.inf, 0
         while True:
             await ctx.clock.sleep(LOOK_S)

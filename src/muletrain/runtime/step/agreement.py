@@ -108,7 +108,7 @@ class RoundAgreement:
 
     async def _announce(self, attempt: int, weights: bytes) -> dict[PeerId, Seal] | None:
         """Seal, and collect the seals of the members that we count on. None unless all members count on the same
-        members."""
+        members. Ends after ``step/reruns.drained`` of these members, or within a usual step (``_overdue``)."""
         ctx, state, me = self._ctx, self._state, self._ctx.net.peer_id
         seal = await self._seal(attempt, weights)
         others = [m for m in seal.members if m != me]
@@ -194,8 +194,8 @@ class RoundAgreement:
         return quiet or clock.now() - since >= max(usual_s, self._ctx.queue_s())
 
     async def look_on(self) -> None:
-        """Abstain while other replicas run our part again. Ends when these replicas are lost, count on us again, or get
-        nowhere: then we stop waiting. Waiting raises when another replica holds a round."""
+        """Abstain while other replicas run our part again. Ends within ``_overdue`` after their last progress; earlier if
+        these replicas are lost or count on us again. Waiting raises when another replica holds a round."""
         self._ctx.emit(LeftBehind(step=self._state.step + 1))
         self._exchange.abstain()
         await self._reruns.drained()

@@ -74,7 +74,7 @@ class Reruns:
 
     async def drained(self, work: InFlightStep | None = None) -> None:
         """Wait until no microbatch of the step (or of ``work``) is being accumulated, however long our device works on
-        earlier microbatches."""
+        earlier microbatches. Ends after ``microbatch/pending.answer_of``."""
         ledger, ctx = self._ledger if work is None else work.ledger, self._ctx
 
         async def look() -> None:
@@ -122,7 +122,8 @@ class Reruns:
 
     async def _filled(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...], begin: float) -> None:
         """Wait until no replica misses the gaps, by each replica's own ledger. A replica that announced another attempt
-        found the gaps filled, or its company has changed: then we try again, too."""
+        found the gaps filled, or its company has changed: then we try again, too. Ends within the deadline of
+        ``step/reruns._run``, which asks again."""
         ctx, state = self._ctx, self._state
         assert state.announced is not None  # the gaps follow from our seal
         for pause in itertools.count():
@@ -162,7 +163,8 @@ class Reruns:
         """Have the trainers run ``gaps`` for this stage alone, until all are filled. Raises MuletrainError when the
         gaps are never filled; Behind and LeftOut. Repeat the request to the responsible trainers, as their view may
         have changed. Further trainers would begin the same work, so their turn comes only when no peer works on the
-        gaps any more, or when none was filled for as long as a full queue takes."""
+        gaps any more, or when none was filled for as long as a full queue takes. Ends after
+        ``microbatch/dispatcher._from`` and ``microbatch/survey.still_missing`` of a trainer, which repairs the gaps."""
         ctx, begin = self._ctx, self._ctx.clock.now()
         self._filled_most, turn, filled, since_s = 0, 0, 0, begin
         for tries in itertools.count(1):

@@ -359,7 +359,8 @@ class BaseTaker:
         return sum(self.store.size(part) for part in parts if not self.store.has(part)) / self._bytes_per_s
 
     async def _fetch(self, part: int, known: Callable[[], Sequence[PeerId]]) -> None:
-        """Take a part into the cache. Raises PeerUnreachable, CapacityError and OSError."""
+        """Take a part into the cache. Raises PeerUnreachable, CapacityError and OSError. Ends within ``CEILING_S``
+        without a block."""
         self._came, tries, bad = self.clock.now(), 0, set[str]()
         partial: FilePartial | None = None
         try:
@@ -430,8 +431,8 @@ class BaseTaker:
     async def _lane(
         self, partial: FilePartial, giver: PeerId, queue: deque[int], good: list[PeerId], bad: set[PeerId]
     ) -> None:
-        """Take blocks from one giver while there are any. A giver that fails is no longer ``good``, and asked again later;
-        one that gives wrong blocks is ``bad``."""
+        """Take blocks from one giver while there are any. A giver that fails is no longer ``good``, and asked again
+        later; one that gives wrong blocks is ``bad``. Ends within ``GONE_S`` without a block."""
         while queue and partial.problem is None:
             share = -(-len(queue) // (LANES * max(1, len(good))))  # every giver sends a part
             run = [queue.popleft() for _ in range(min(MAX_RUN, share))]

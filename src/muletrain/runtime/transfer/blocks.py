@@ -336,7 +336,7 @@ class Downloader:
     ) -> None:
         """Wait for one block. A slow link is no reason to give up while blocks arrive, nor while the only donor lives:
         the donor may have more urgent traffic, or have sent the block over a link that broke, and is asked again.
-        Raises DeadlineExceeded."""
+        Raises DeadlineExceeded. Ends within ``CEILING_S`` without a block."""
         clock, begin = self.ctx.clock, self.ctx.clock.now()
         asked = 1
         while True:

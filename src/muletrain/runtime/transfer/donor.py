@@ -214,6 +214,7 @@ class Snapshots:
         self._kept[kept.copy.digest] = kept
 
     async def _drop_unasked(self) -> None:
+        """Ends within ``GONE_S`` after the last request."""
         while self._kept:
             await self._ctx.clock.sleep(GONE_S / 2)
             now = self._ctx.clock.now()
