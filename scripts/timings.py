@@ -8,6 +8,7 @@ that must end first; "Ends within ...", for a limit of its own; or "Ends when ca
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,7 @@ class Wait(NamedTuple):
         return () if own else tuple(re.findall(r"``(\w+/\w+\.\w+)``", self.says))
 
 
+@functools.cache
 def modules() -> list[tuple[str, ast.Module]]:
     """The runtime's modules by room and name."""
     found = sorted(RUNTIME.glob("*/*.py"))

@@ -25,7 +25,7 @@ from muletrain.events import CheckpointFailed, CheckpointWritten, PartNotKept, T
 from muletrain.policy.checkpoints import keepers
 from muletrain.policy.deadline import CEILING_S
 from muletrain.runtime.checkpoint.messages import AskPart, CheckpointEnd, PartReady, largest_part
-from muletrain.runtime.checkpoint.store import Key, PartFacts, PartsGone
+from muletrain.runtime.checkpoint.store import Key, PartFacts
 from muletrain.runtime.core.times import GONE_S, LAG_S, LOOK_S, pause_s
 from muletrain.wire.statefile import StateBuffers
 
@@ -275,18 +275,21 @@ class PartReplicas:
         except DeadlineExceeded:
             return self._known()
 
-    async def publish(self, opened: OpenCheckpoint) -> str:
-        """Complete a checkpoint with all parts here. Returns the location. Raises PartsGone, or CheckpointError for a
+    def where(self, key: Key) -> str:
+        """The location of checkpoint ``key``."""
+        return self._place.where(key)
+
+    async def publish(self, opened: OpenCheckpoint) -> set[int]:
+        """Complete a checkpoint with all parts here. Returns the stages whose parts are gone. Raises CheckpointError for a
         failed write."""
         book, key = self._book, opened.key
         try:
-            where = await self._place.disk.call(self._place.publish, key, book.about, dict(opened.parts), book.files)
-        except PartsGone:
-            raise
+            gone = await self._place.disk.call(self._place.publish, key, book.about, dict(opened.parts), book.files)
         except OSError as e:
             raise CheckpointError(self._why(e, key)) from e
-        book.complete[key] = dict(opened.parts)
-        return where
+        if not gone:
+            book.complete[key] = dict(opened.parts)
+        return gone
 
     async def is_complete(self, key: Key) -> bool:
         """Has a peer that shares the place completed the checkpoint?"""
@@ -682,16 +685,16 @@ class Checkpointing:
     async def _publish(self, opened: OpenCheckpoint) -> None:
         ctx, key = self._ctx, opened.key
         try:
-            where = await self.replicas.publish(opened)
-        except PartsGone as e:
-            opened.here -= e.stages  # fetched again
-            return
+            gone = await self.replicas.publish(opened)
         except CheckpointError as e:
             return await self.fail(key, str(e))
+        if gone:
+            opened.here -= gone  # fetched again
+            return
         if opened.ended is not None:
             return
         size, seconds = sum(f.size for f in opened.parts.values()), ctx.clock.now() - opened.begin
-        ctx.emit(CheckpointWritten(step=key.step, path=where, bytes=size, seconds=seconds))
+        ctx.emit(CheckpointWritten(step=key.step, path=self.replicas.where(key), bytes=size, seconds=seconds))
         for overtaken in sorted(self.checkpoints.before(key.step), key=lambda o: o.key):
             await self.fail(
                 overtaken.key, f"{overtaken.lacking(ctx.plan.stages)} before a later checkpoint was complete"

@@ -254,7 +254,8 @@ class StageServer:
             self.data.check(job.message, inputs, targets)
         if job.message.stage > 0 and not await self.ctx.compute.offload(is_finite, inputs):
             if not job.message.unfinite:
-                raise _UnfiniteInputs("activations: not finite")
+                self.ctx.refused(job.sender, f"{job.message.KIND}: activations: not finite")
+                raise Unfinite("activations: not finite")
             job.excused = True
         return inputs, targets
 
@@ -405,7 +406,3 @@ class StageServer:
 
 class _StoodStill(MuletrainError):
     """Other peers may have computed a microbatch meanwhile."""
-
-
-class _UnfiniteInputs(Unfinite, ProtocolError):
-    """The inputs are not finite, by fault of the sender or of an earlier peer."""

@@ -45,10 +45,6 @@ ROUNDS = 5
 """Number of times that replicas of the winning side are asked for states."""
 
 
-class Stays(MuletrainError):
-    """This peer does not go over after all."""
-
-
 class GivesWay(Behind):
     """Another lineage stays. ``renamed``: a lineage that takes our weights, for lack of peers at our stage."""
 
@@ -212,9 +208,9 @@ class Forks:
             self._going = True
             theirs = await self._stay(own, offer.chain, stalled=stalled, promise=True)
             if ctx.clock.now() < self._promised:
-                raise Stays("another peer counts on this one")
+                raise MuletrainError("another peer counts on this one")
             if theirs is None or not self._whole(theirs):
-                raise Stays("the others' history does not stay, or not every stage of it can be reached")
+                raise MuletrainError("the others' history does not stay, or not every stage of it can be reached")
 
         try:
             snapshot = await self._receiver.fetch(acceptable, after=own.step, rounds=ROUNDS, confirm=confirm)
