@@ -190,7 +190,9 @@ class Dispatcher:
                 if not unfinite and not await self._ctx.compute.offload(_finite, tensors[0]):
                     raise Unfinite(f"activations of microbatch {request.step}/{request.index}: not finite")
                 unfinite, again = True, again if unfinite else {*again, peer}
-            self._give_up(peer, request, answer.reason)
+            self._rerouted(peer, request, answer.reason)
+            if peer not in again:  # a banned peer could not be asked again
+                self._wiring.ban(peer)
             if answer.why is Why.DOWN:
                 self._ctx.detector.mark_down(peer, answer.reason)
             failed.add(peer)
@@ -360,10 +362,6 @@ class Dispatcher:
         self._wiring.takes_at_least(pending.peer, waited_s)
         others = set(self._wiring.peers()) - pending.tried - self._ctx.detector.suspected
         return not (others and self._have_one_copied(pending, "it has had it for long"))
-
-    def _give_up(self, peer: PeerId, request: Attempt, reason: str) -> None:
-        self._wiring.ban(peer)
-        self._rerouted(peer, request, reason)
 
     def _rerouted(self, peer: PeerId, request: Attempt, reason: str) -> None:
         reason = f"{self._ctx.roster.name(peer)}: {reason}"
