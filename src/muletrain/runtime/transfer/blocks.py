@@ -27,7 +27,7 @@ from muletrain.errors import DeadlineExceeded, Malformed, NetworkError, PeerUnre
 from muletrain.network.base import Channel
 from muletrain.policy.deadline import CEILING_S, Deadline
 from muletrain.runtime.core.messages import Message, Natural, Text
-from muletrain.runtime.core.times import GONE_S, PAUSE_S
+from muletrain.runtime.core.times import AGAIN_S, GONE_S, PAUSE_S
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskManifest, Block
 from muletrain.wire.codec import MAX_DIMENSIONS, RAW, Encoded, decode_raw
@@ -216,7 +216,7 @@ class Downloader:
     """Takes copies: asks donors for manifests and blocks, and verifies both."""
 
     ctx: Context
-    deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=60.0, floor_s=5.0))
+    deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=GONE_S, floor_s=AGAIN_S))
     """Seconds between two blocks, from any donor: donors share our link."""
     _waiting: dict[tuple[PeerId, bytes, int], _Expected] = field(default_factory=dict)
     _largest: int = BLOCK
