@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import safetensors.torch
 
-from muletrain.runtime.averaging.rounds import UNMEASURED_S
+from muletrain.policy.deadline import CEILING_S
 from muletrain.runtime.core.branches import branch_of
-from muletrain.runtime.core.disk import STILL_S
+from muletrain.runtime.core.times import PATIENCE_S
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.transfer.donor import MAX_COPIES
 from proofs.scenario import FOR_EVER_S, stage_of
@@ -226,8 +226,8 @@ class Witness:
         needed.append({p for p, _ in s.members[: s.trainers]})
         waits_s = MOST_S + HANGING_S * any(f.kind == "hang" for f in s.faults) + GONE_S * any(n <= gone for n in needed)
         waits_s += HELD_S * any(f.how in ("work", "idle", "fast") for f in s.faults)
-        waits_s += UNMEASURED_S * any(f.how == "holds" for f in s.faults)
-        waits_s += STILL_S * (s.alone and any(f.how == "hangs" for f in s.faults))  # its state is not copied
+        waits_s += CEILING_S * any(f.how == "holds" for f in s.faults)
+        waits_s += PATIENCE_S * (s.alone and any(f.how == "hangs" for f in s.faults))  # its state is not copied
         lasting_s = sum(f.for_s for f in s.faults if f.for_s < FOR_EVER_S)
         most_s = MOST_TIMES * s.step_s + lasting_s + math.exp(s.skew) * waits_s
         ends = [0.0, *(self._applied_s[step] for step in sorted(self._applied_s))]

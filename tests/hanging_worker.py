@@ -33,7 +33,7 @@ def hanging(right: Callable[..., Any]) -> Callable[..., Any]:
 def main() -> None:
     StageArithmetic.forward = hanging(StageArithmetic.forward)
     StageArithmetic.loss_backward = hanging(StageArithmetic.loss_backward)
-    jobs.FLOOR_S, watchdog.LEAST_S, watchdog.HUNG = 1.0, 8.0, 8.0
+    jobs.FLOOR_S, watchdog.PATIENCE_S, watchdog.HUNG = 1.0, 8.0, 8.0
     worker.main()
 
 

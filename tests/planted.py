@@ -183,8 +183,7 @@ def sums_losses(patch: pytest.MonkeyPatch) -> None:
 
 
 def pauses_for_long(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(trainer, "PAUSE_S", 260.0)
-    patch.setattr(trainer, "PAUSE_MAX_S", 260.0)
+    patch.setattr(trainer, "pause_s", lambda tries: 260.0)
 
 
 def never_stops(patch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,13 @@ from muletrain.config.schema import Codec
 from muletrain.errors import ProtocolError
 from muletrain.network.base import Channel
 from muletrain.network.memory import Conditions, MemoryHub
+from muletrain.policy.deadline import CEILING_S
 from muletrain.policy.fork_choice import Chain
 from muletrain.policy.shards import CHUNK
 from muletrain.runtime.averaging.averager import Averager, contents
 from muletrain.runtime.averaging.mean_gradient import MeanGradient, fetch_gradient
 from muletrain.runtime.averaging.messages import AskGradient, Reduced, Shard
-from muletrain.runtime.averaging.rounds import UNMEASURED_S, Attendance, Round, RoundFailed, usual_round
+from muletrain.runtime.averaging.rounds import Attendance, Round, RoundFailed, usual_round
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Member
@@ -369,8 +370,8 @@ def test_a_member_that_says_it_comes_on_but_sends_nothing_fails_the_round() -> N
         detector, roster = SimpleNamespace(probe=probe, silent_s=lambda member: 0.0), SimpleNamespace(name=str)
         ctx: Any = SimpleNamespace(clock=clock, detector=detector, roster=roster)
         traffic: Any = SimpleNamespace(owing=lambda: {"b": 2}, taking=set)
-        watching = Attendance(ctx, ROUND, traffic, NOWHERE, UNMEASURED_S).watch()
+        watching = Attendance(ctx, ROUND, traffic, NOWHERE, CEILING_S).watch()
         with pytest.raises(RoundFailed, match="has sent nothing for 60"):
-            await asyncio.wait_for(watching, 2 * UNMEASURED_S)
+            await asyncio.wait_for(watching, 2 * CEILING_S)
 
-    run_virtually(scenario(), 2 * UNMEASURED_S, [])
+    run_virtually(scenario(), 2 * CEILING_S, [])

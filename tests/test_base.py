@@ -287,11 +287,11 @@ def test_many_takers_at_once_wait_for_their_turn(tmp_path: Path, monkeypatch: py
 
     async def slow(self: BaseGiver, *args: Any) -> None:
         most[0] = max(most[0], len(self._queues))
-        await asyncio.sleep(base.LONGEST_S / 4)
+        await asyncio.sleep(base.CEILING_S / 4)
         await give(self, *args)
 
     monkeypatch.setattr(BaseGiver, "_give", slow)
-    monkeypatch.setattr(base, "STALLED_S", base.LONGEST_S)
+    monkeypatch.setattr(base, "GONE_S", base.CEILING_S)
     monkeypatch.setattr(base, "TAKERS", 1)
 
     async def aside(fn: Callable[..., Any], *args: Any) -> Any:
@@ -324,7 +324,7 @@ def test_a_taker_waits_while_another_process_takes_the_part(tmp_path: Path) -> N
         assert store(world.folder / "taker").part(1) is None, "who writes it may not be done"
 
         async def write() -> None:
-            for second in range(int(2 * base.LONGEST_S)):
+            for second in range(int(2 * base.CEILING_S)):
                 os.utime(file, (second, second))
                 await asyncio.sleep(1.0)
             os.close(file)

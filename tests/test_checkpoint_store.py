@@ -22,7 +22,7 @@ from muletrain.events import (
 from muletrain.runs.checkpoint import Checkpoint, bring_home, bring_newest_home
 from muletrain.runtime.checkpoint.checkpointing import MAX_OPEN
 from muletrain.runtime.checkpoint.messages import PartReady
-from muletrain.runtime.checkpoint.store import Folder, Key, PartFacts, PartsGone, open_place
+from muletrain.runtime.checkpoint.store import Folder, Key, PartFacts, open_place
 from muletrain.wire.statefile import StateBuffers, cut
 from tests.checkpoint_stages import FACTS, FILES, LINEAGE, Stages, names, play, state
 
@@ -56,11 +56,9 @@ def test_a_checkpoint_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Pat
     buffers = StateBuffers(state(0))
     parts = {0: PartFacts.of(buffers)}
     for place in (folder, store):
-        with pytest.raises(PartsGone) as gone:
-            place.publish(key, about, parts, FILES)
-        assert gone.value.stages == {0}
+        assert place.publish(key, about, parts, FILES) == {0}
         place.write_part(key, 0, buffers)
-        place.publish(key, about, parts, FILES)
+        assert not place.publish(key, about, parts, FILES)
         place.abandon(key)  # too late
         assert place.complete() == {key: parts}
     # somebody froze before its last step, and others were there first
@@ -92,13 +90,13 @@ def test_a_checkpoint_never_goes_before_the_next_is_in_place(tmp_path: Path, mon
     complete = Folder.complete
     monkeypatch.setattr(Folder, "complete", complete_is_stale)
     two.write_part(same, 0, buffers)
-    with contextlib.suppress(FileNotFoundError, PartsGone):
+    with contextlib.suppress(FileNotFoundError):
         two.publish(same, about, parts, FILES)
     assert set(complete(one)) == {same}
     two.write_part(rival, 0, buffers)
-    where = two.publish(rival, about, parts, FILES)
+    assert not two.publish(rival, about, parts, FILES)
     assert set(complete(one)) == {same, rival}
-    assert Checkpoint.intact(Path(where)).manifest["lineage"] == rival.lineage.hex()
+    assert Checkpoint.intact(Path(two.where(rival))).manifest["lineage"] == rival.lineage.hex()
     one.write_part(later, 0, buffers)
     one.publish(later, about, parts, FILES)
     assert names(root) == ["step-00000008"]
@@ -155,10 +153,10 @@ def test_a_store_behind_a_url_holds_the_same_checkpoints(tmp_path: Path) -> None
             place.write_part(key, stage, buffers)
             assert key not in place.complete()
         place.write_part(Key(step, b"x" * 32), 0, buffers)  # of another history
-        where = place.publish(key, FACTS.manifest("run") | {"data": "d"}, parts, FILES)
+        assert not place.publish(key, FACTS.manifest("run") | {"data": "d"}, parts, FILES)
     assert {k.step: p for k, p in place.complete().items()} == {8: ANY, 12: parts}
     assert place.read_part(key, 1) == b"".join(StateBuffers(safetensors.torch.load(place.read_part(key, 1))))
-    bring_home(where, tmp_path / "checkpoints" / "step-00000012")
+    bring_home(place.where(key), tmp_path / "checkpoints" / "step-00000012")
     checkpoint = Checkpoint.open(tmp_path)
     assert [checkpoint.verify(p).name for p in checkpoint.manifest["parts"]] == [
         f"stage-{s}.safetensors" for s in (0, 1)
@@ -169,7 +167,7 @@ def test_a_store_behind_a_url_holds_the_same_checkpoints(tmp_path: Path) -> None
     damage(tmp_path / "elsewhere" / "checkpoints" / "step-00000012" / "stage-0.safetensors")
     bring_newest_home(url, tmp_path / "elsewhere")  # once more
     assert Checkpoint.intact(tmp_path / "elsewhere" / "checkpoints" / "step-00000012")
-    fsspec.filesystem("memory").pipe_file(f"{where}/stage-1.safetensors", b"damaged")
+    fsspec.filesystem("memory").pipe_file(f"{place.where(key)}/stage-1.safetensors", b"damaged")
     bring_newest_home(url, tmp_path / "third")
     found = Checkpoint.newest_intact(tmp_path / "third", lambda text: None)
     assert found is not None

@@ -91,8 +91,7 @@ def test_a_part_whose_hash_takes_longer_than_a_look_ends_nobody(
         time.sleep(1.0)
         return digest(buffers)
 
-    monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
-    monkeypatch.setattr(checkpointing, "LOOK_MAX_S", 0.05)
+    monkeypatch.setattr(checkpointing, "pause_s", lambda tries: 0.05)
     monkeypatch.setattr(PartFacts, "of", slow_digest)
 
     async def scenario() -> None:
@@ -110,7 +109,6 @@ def test_when_the_collector_dies_another_collects(
     tmp_path: Path, sharing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it had all parts; the next one shares its folder, or begins in its own."""
-    monkeypatch.setattr(checkpointing, "LOOK_S", 0.1)
 
     async def scenario() -> None:
         stages = Stages(tmp_path / "run", stages={"coordinator": 0, "second": 0, "one": 1, "two": 2}, sharing=sharing)
@@ -169,7 +167,6 @@ def test_where_the_place_is_not_shared_two_peers_of_other_stages_keep_each_part_
 
 
 def test_a_part_that_changes_on_its_way_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
 
     async def scenario() -> None:
         stages = Stages(tmp_path / "run")
@@ -193,7 +190,6 @@ def test_who_announces_a_false_part_first_does_not_keep_the_checkpoint_from_bein
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a type, too, that no checkpoint has."""
-    monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
 
     async def scenario() -> None:
         stages = Stages(tmp_path / "run")
@@ -275,8 +271,7 @@ def test_that_the_run_has_ended_well_is_believed_of_the_collector_and_of_others_
 def test_a_part_may_take_its_time_while_the_collector_lives_and_word_of_the_end_is_said_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
-    monkeypatch.setattr(checkpointing, "LONGEST_S", 0.3)
+    monkeypatch.setattr(checkpointing, "CEILING_S", 0.3)
     take = PartExchange.take
 
     async def slowly(*args: Any) -> dict[str, Tensor]:
@@ -331,7 +326,6 @@ def test_a_copy_that_fails_is_no_news_once_the_checkpoint_is_complete(
 def test_who_gives_up_on_a_checkpoint_leaves_it_to_the_collector_that_shares_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
 
     async def scenario() -> None:
         stages = Stages(tmp_path / "run", sharing="other")

@@ -41,7 +41,7 @@ def test_a_copy_that_somebody_is_taking_is_not_broken_off_for_another_taker(monk
         stage.logs["a"].reaches = lambda step: step >= 3
         assert [await asked(3), await asked(4), await asked(5)] == [3, 4, 4]
         assert await asked(6, after=5) == 6, "an earlier one is of no use"
-        monkeypatch.setattr(snapshot, "BUSY_S", 0.0)
+        monkeypatch.setattr(snapshot, "PAUSE_MAX_S", 0.0)
         assert await asked(7) == 7, "nobody takes those that there are"
 
     run(scenario)
@@ -84,7 +84,7 @@ def test_a_copy_that_is_still_being_sent_is_kept_however_slow_the_link(monkeypat
     """A run of blocks may take longer than a copy is kept after the last question for it."""
 
     async def scenario() -> None:
-        monkeypatch.setattr(snapshot, "KEPT_S", 0.2)
+        monkeypatch.setattr(snapshot, "GONE_S", 0.2)
         whole = Context.send
 
         async def slowly(self: Context, *args: Any, **how: Any) -> None:
@@ -94,7 +94,7 @@ def test_a_copy_that_is_still_being_sent_is_kept_however_slow_the_link(monkeypat
         monkeypatch.setattr(Context, "send", slowly)
         stage, begin = Stage("a"), time.monotonic()
         await stage.receiver.fetch(lambda offer: True, rounds=1)
-        assert time.monotonic() - begin > 2 * snapshot.KEPT_S
+        assert time.monotonic() - begin > 2 * snapshot.GONE_S
         stage.check()
 
     run(scenario)
@@ -102,7 +102,7 @@ def test_a_copy_that_is_still_being_sent_is_kept_however_slow_the_link(monkeypat
 
 def test_copies_are_dropped_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(snapshot, "KEPT_S", 0.1)
+        monkeypatch.setattr(snapshot, "GONE_S", 0.1)
         stage = Stage("a")
         await stage.receiver.fetch(lambda offer: True)
         named = [t.get_name() for t in asyncio.all_tasks()]

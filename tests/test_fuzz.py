@@ -36,7 +36,7 @@ SCENARIOS = [
     Scenario(3, (2, 3), 2, 4, 8, 0.05, (Fault(0.5, "freeze", ("peer-1b",), 30.0),)),
     Scenario(4, (2, 2, 2), 2, 3, 6, 0.02, (Fault(0.6, "cut", ("peer-1b",), 15.0), Fault(1.0, "kill", ("peer-2b",)))),
     Scenario(5, (1, 3), 1, 3, 9, 0.1, (Fault(1.5, "kill", ("peer-1b",), on="shard"),)),  # after its announcement
-    Scenario(5, (1, 3, 1), 1, 3, 9, 0.1, (Fault(0.0, "kill", ("peer-1a",), on="shard", nth=2),)),  # one chunk of it has arrived
+    Scenario(6, (1, 3, 1), 1, 3, 9, 0.1, (Fault(0.0, "kill", ("peer-1a",), on="shard", nth=2),)),  # one chunk of it has arrived
 ]
 AGREEMENT = [  # at exact points of the agreement on a step
     Scenario(21, (2, 2), 2, 3, 8, 0.01, (  # the only holder of the whole gradient, while it says so

@@ -23,11 +23,12 @@ from muletrain.compute.torch_compute import TorchCompute
 from muletrain.events import Note
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.worker_files import EXIT_ERROR
+from muletrain.runtime.core.times import LOOK_S
 from muletrain.runtime.members import watchdog
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.members.watchdog import LOOK_S, DeviceHung, Watchdog, hung_s
+from muletrain.runtime.members.watchdog import DeviceHung, Watchdog, hung_s
 from proofs import reference
 from proofs.draws.basic import draw
 from proofs.play import play
@@ -77,7 +78,7 @@ def test_a_device_that_hangs_for_ever_holds_up_one_step_and_ends_its_peer(
     victim: str, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No operation returns, those of the update included; the peer answers every probe."""
-    monkeypatch.setattr(watchdog, "LEAST_S", 1.0)
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 2.0)
     monkeypatch.setattr(watchdog, "HUNG", 10.0)
     outcome = hanging(Fault(2.0, "hang", (victim,), FOR_EVER_S), steps=30, overrides=overrides)
     lengths = lengths_s(outcome)
@@ -163,7 +164,7 @@ def test_a_thread_that_never_returns_is_found_out_though_its_caller_gave_up(monk
     monkeypatch.setattr(jobs, "UNMEASURED_S", 0.5)
     monkeypatch.setattr(jobs, "FLOOR_S", 0.5)
     monkeypatch.setattr(watchdog, "LOOK_S", 0.05)
-    monkeypatch.setattr(watchdog, "LEAST_S", 0.0)
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 1.0)
     monkeypatch.setattr(watchdog, "HUNG", 8.0)
     release, compute, notes = threading.Event(), real_compute(), list[Any]()
 

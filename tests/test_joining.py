@@ -22,8 +22,9 @@ from muletrain.network.memory import MemoryHub
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.averaging.mean_gradient import PIECE, MeanGradient, encoded_piece
 from muletrain.runtime.core.plan import Plan
+from muletrain.runtime.core.times import PATIENCE_S
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.members.detector import AT_ONCE, RARELY_S
+from muletrain.runtime.members.detector import AT_ONCE
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.members.row import RoundEntry, ShardFacts
@@ -182,7 +183,7 @@ def test_those_believed_dead_are_tried_less_and_less() -> None:
         assert sum(t < 10.0 for t in tries) >= 8, "after a short partition they meet soon"
         late = [t for t in tries if t >= 1200.0]
         assert 7 <= len(late) <= 9, "every five minutes"
-        assert max(b - a for a, b in pairwise(late)) <= RARELY_S + 1.0
+        assert max(b - a for a, b in pairwise(late)) <= PATIENCE_S + 1.0
         ctx.roster.mark_alive("b")
         assert ctx.detector.worth_a_try(("b",)) == ctx.detector.worth_a_try(("b",)) == ("b",)
 
@@ -249,7 +250,7 @@ def test_steps_are_kept_for_those_on_their_way_and_no_longer() -> None:
         own.arrived("m")
         own.add(*step_of(9))
         assert kept(own) == [6, 7, 8, 9]
-        await asyncio.sleep(gradient_log.KEPT_S)  # nothing is heard of 'n' any more
+        await asyncio.sleep(gradient_log.GONE_S)  # nothing is heard of 'n' any more
         own.add(*step_of(10))
         assert kept(own) == [10]
 

@@ -228,7 +228,7 @@ def test_who_leaves_stays_until_the_other_replica_has_the_step() -> None:
 def test_a_leaver_whose_stage_is_lost_comes_back_with_the_newest_state() -> None:
     """The run stepped back to its beginning while the leaver was still there, and waited for the dead replica to take
     over."""
-    faults = (Fault(0.35, "leave", ("peer-1b",)), Fault(0.8573, "kill", ("peer-1a",)))
+    faults = (Fault(0.35, "leave", ("peer-1b",)), Fault(0.8535, "kill", ("peer-1a",)))
     outcome = play(Scenario(1, (2, 2), 2, 4, 8, 0.01, faults))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert not said(outcome, "peer-1a step_applied"), "it died before it had the step"

@@ -20,7 +20,10 @@ from muletrain.runs.chaos import spoil_next
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.members.row import Seal
+from muletrain.runtime.microbatch.messages import Forward
+from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.step.audit import Audit, most_accuse, standing_out
+from muletrain.wire.frame import Frame
 from proofs.play import play
 from proofs.reference import SingleProcess, facts_of, stage_compute
 from proofs.scenario import Fault, Scenario
@@ -348,6 +351,27 @@ def test_a_step_that_is_not_finite_is_skipped_by_everyone_as_by_a_single_process
     assert len(said(outcome, "step_applied step=2 ")) == len(said(outcome, "skipped=True")) == sum(stages)
     assert said(outcome, "step_skipped")
     assert not said(outcome, "results_differ")
+
+
+def test_who_finds_that_a_microbatch_is_not_finite_is_asked_again_where_nobody_else_takes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other replica declines it until then."""
+    not_finite(monkeypatch, 0, activations=True)
+    right, declined, again = StageServer.on_forward, list[str](), list[str]()
+
+    async def first_declined(self: StageServer, sender: str, message: Forward, frame: Frame) -> None:
+        if (message.step, message.index) == (1, 3) and not again:
+            if self.ctx.roster.own.name == "peer-0b":
+                declined.append(sender)
+                return self.decline(sender, message, "its accumulator is sealed")
+            again.extend([sender] * message.unfinite)
+        await right(self, sender, message, frame)
+
+    monkeypatch.setattr(StageServer, "on_forward", first_declined)
+    outcome = played((2, 2))
+    assert set(outcome.ends.values()) == {"finished"}
+    assert len(declined) == 1, "one try is enough"
 
 
 @pytest.mark.parametrize("stages", [(2, 2), (3, 3)])

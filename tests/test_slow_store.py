@@ -94,7 +94,7 @@ def test_the_end_of_a_process_waits_for_no_disk() -> None:
     script = """
 import asyncio, threading
 from muletrain.runtime.core import disk
-disk.STILL_S = disk.LOOK_S = 0.1
+disk.PATIENCE_S = disk.LOOK_S = 0.1
 async def main():
     place = disk.Disk()
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_a_disk_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: pytes
     from muletrain.runtime.core import disk
 
     monkeypatch.setattr(disk, "LOOK_S", 0.05)
-    monkeypatch.setattr(disk, "STILL_S", 0.5)
+    monkeypatch.setattr(disk, "PATIENCE_S", 0.5)
 
     async def scenario() -> None:
         stages = Stages(tmp_path / "run", sharing="one other")

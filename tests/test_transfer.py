@@ -178,7 +178,7 @@ def test_what_came_before_a_break_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
         nonlocal stage
         stage = Stage("ab")
         monkeypatch.setattr(StateImage, "send", send)
-        monkeypatch.setattr(transfer, "CALL_S", 0.2)
+        monkeypatch.setattr(transfer, "GONE_S", 0.2)
         stage.receiver.taker.deadline = Deadline(unmeasured_s=0.2, floor_s=0.2)
         await stage.receiver.fetch(lambda offer: True)
         stage.check()
@@ -201,7 +201,7 @@ def test_a_donor_that_lives_and_sends_nothing_is_not_waited_for_without_end(monk
     async def scenario() -> None:
         stage = Stage("a")
         monkeypatch.setattr(StateImage, "send", send)
-        monkeypatch.setattr(transfer, "LONGEST_S", 0.5)
+        monkeypatch.setattr(transfer, "CEILING_S", 0.5)
         await _taken_from_one_that_lives(stage)
         assert any(isinstance(e, TransferFailed) for e in stage.said)
 

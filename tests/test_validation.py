@@ -26,10 +26,11 @@ from muletrain.model.make import make_stage
 from muletrain.model.stage import initial_weight
 from muletrain.runs.measure.quality import Quality
 from muletrain.runs.tensorboard import TensorBoardSink
+from muletrain.runtime.core.times import PATIENCE_S
 from muletrain.runtime.microbatch.messages import Forward
 from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.microbatch.trainer import Trainer
-from muletrain.runtime.microbatch.validator import STALL_S, Validator
+from muletrain.runtime.microbatch.validator import STALL, Validator
 from muletrain.wire.codec import encode_ids
 from proofs import reference
 from proofs.play import play
@@ -163,7 +164,7 @@ def test_a_trainer_that_is_stuck_measuring_is_passed_by(monkeypatch: pytest.Monk
 def test_the_only_trainer_does_not_measure_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck(monkeypatch)
     outcome = whole(play(scenario(trainers=1)))
-    assert 2 * STALL_S < outcome.virtual_s < 2 * STALL_S + 120
+    assert 2 * STALL * PATIENCE_S < outcome.virtual_s < 2 * STALL * PATIENCE_S + 120
     assert len(left_out(outcome)) == 2
     assert all("a held-out microbatch" in reason for reason in left_out(outcome))
 

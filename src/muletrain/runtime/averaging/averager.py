@@ -25,6 +25,7 @@ from muletrain.optim.norms import square_norm
 from muletrain.policy.shards import chunk_ranges, shard_ranges
 from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.averaging.rounds import Attendance, Round, RoundFailed
+from muletrain.runtime.core.times import LAG_S
 from muletrain.runtime.members.row import ShardFacts
 from muletrain.wire.codec import decode, encode, encoded_size
 
@@ -44,8 +45,6 @@ NORM_TOLERANCE = 1e-3
 """Relative difference allowed between an owner's norm and ours: devices sum in different orders."""
 LANES = 4
 """Chunks encoded for sending at once."""
-LINGER_S = 0.1
-"""Seconds after marking a peer down in which the peer's chunks still count, because chunks may be read late."""
 
 
 _Key = tuple[bytes, str, str, int]
@@ -291,8 +290,8 @@ class Averager:
         return self.shards[round_.id][owner]
 
     async def _chunk(self, round_: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
-        """Wait for a chunk of ``sender``. Raises PeerUnreachable when ``sender`` is marked down, or the stream
-        ended."""
+        """Wait for a chunk of ``sender``. Raises PeerUnreachable when ``sender`` is marked down, or the stream ended.
+        Ends within the limits of ``averaging/rounds.watch``, which fails the round."""
         key = (round_.id, kind.KIND, sender, number)
         arrival = self._inbox.get(key)
         if sender in self._broken and not arrival.done():
@@ -301,7 +300,7 @@ class Averager:
             with self._ctx.detector.awaiting(sender, arrival):
                 return await arrival
         except PeerUnreachable:
-            await self._ctx.clock.sleep(LINGER_S)
+            await self._ctx.clock.sleep(LAG_S)
             late = self._inbox.get(key)
             if not late.done():
                 late.cancel()  # else ``sender`` would owe us a chunk of this round in later rounds, too

@@ -24,7 +24,7 @@ from muletrain.optim.tied import content
 from muletrain.policy.shards import BLOCK
 from muletrain.runtime.averaging.averager import contents
 from muletrain.runtime.averaging.messages import AskGradient
-from muletrain.runtime.core.times import CALL_S
+from muletrain.runtime.core.times import GONE_S
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateImage
 from muletrain.wire.codec import Encoded, decode, encode
@@ -63,7 +63,7 @@ class MeanGradient:
         return self.entry.for_record()
 
     async def image(self, ctx: Context, *, tied: bool = False) -> StateImage:
-        """Return one of ``packed``, packed on first use."""
+        """Return one of ``packed``, packed on first use. Ends within the time of this peer's own work."""
         if tied not in self._packing:
             self._packing[tied] = ctx.spawn(self._pack(ctx, tied=tied), "pack")
         return await asyncio.shield(self._packing[tied])
@@ -156,7 +156,7 @@ def _groups(peers: list[PeerId]) -> list[list[PeerId]]:
 
 async def _manifest(ctx: Context, holder: PeerId, ask: AskGradient, at: tuple[bytes, int]) -> bytes:
     """The manifest from ``holder``; empty if ``holder`` has none or is gone."""
-    call = ctx.net.call(holder, AskGradient.KIND, ask.pack(), timeout_s=CALL_S)
+    call = ctx.net.call(holder, AskGradient.KIND, ask.pack(), timeout_s=GONE_S)
     try:
         return await _while_there(ctx, [holder], at, call)
     except Refused:  # the holder is at another step, and well
@@ -245,7 +245,7 @@ async def tied_content(ctx: Context, stage: int, gradient: Tensor) -> bytes:
 
 async def _while_there(ctx: Context, holders: list[PeerId], at: tuple[bytes, int], work: Coroutine[Any, Any, T]) -> T:
     """Wait for ``work``, which depends on ``holders``, with probes meanwhile. Raises PeerUnreachable once no holder
-    answers."""
+    answers. Ends within a probe's deadline after the last holder fell silent."""
     task, there = asyncio.ensure_future(work), list(holders)
 
     async def that_answer() -> list[PeerId]:

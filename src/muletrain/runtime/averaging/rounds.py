@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from muletrain.errors import MuletrainError
-from muletrain.policy.deadline import Usual
+from muletrain.policy.deadline import CEILING_S, Usual
 from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
-from muletrain.runtime.core.times import STALLED_S
+from muletrain.runtime.core.times import AGAIN_S, ENDLESS, GONE_S, LOOK_S, PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,21 +22,17 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.row import Row
 
-LOOK_S, AT_ONCE = 0.5, 8
-"""Seconds between two checks of a round's members, and the number of members asked at once."""
-SILENT_S, ASK_S = 1.0, 5.0
-"""Seconds without any sign of a member before a probe; and without a chunk before a question about the member's
-progress."""
-ELSEWHERE_S = 5.0
-"""Seconds after which a round fails if a member that owes a chunk is not in the round."""
-UNMEASURED_S, USUAL, LONGEST_S = 600.0, 2.0, 3600.0
-"""A member that reports progress is overdue if its part in a round does not come for UNMEASURED_S seconds in the first
-round, and for USUAL usual rounds later, up to LONGEST_S seconds (1 GB takes many minutes on a slow link)."""
+AT_ONCE = 8
+"""Most members asked at once."""
+SILENT = 2
+"""Looks without any sign of a member before a probe."""
+USUAL = 2.0
+"""Usual rounds after which a member that reports progress is overdue (1 GB takes many minutes on a slow link)."""
 
 
 def usual_round() -> Usual:
     """Returns a new measure of round durations, from which a member's part counts as overdue."""
-    return Usual(UNMEASURED_S, floor_s=STALLED_S, times=USUAL, longest_s=LONGEST_S)
+    return Usual(CEILING_S, floor_s=GONE_S, times=USUAL, longest_s=ENDLESS * PATIENCE_S)
 
 
 class RoundFailed(MuletrainError):
@@ -122,12 +118,13 @@ class Attendance:
         self._came[member] = self._ctx.clock.now()
 
     async def watch(self) -> None:
-        """Watch until cancelled. Raises RoundFailed if a live member takes no part in the round."""
+        """Raises RoundFailed if a live member takes no part in the round. Ends when cancelled, or with a member that is
+        elsewhere for ``AGAIN_S``, makes no progress for ``GONE_S``, or takes ``USUAL`` usual rounds."""
         ctx, round_ = self._ctx, self._round
         while True:
             await ctx.clock.sleep(LOOK_S)
             owing, now = self._traffic.owing(), ctx.clock.now()
-            self.silent = {m: w for m, w in owing.items() if now - self._came.get(m, self._begun) >= STALLED_S / 2}
+            self.silent = {m: w for m, w in owing.items() if now - self._came.get(m, self._begun) >= GONE_S / 2}
             due = [m for m in owing.keys() | self._traffic.taking() if self._is_due(m, now, owes=m in owing)]
             asked = sorted(due, key=lambda m: (self._asked.get(m, self._begun), m))[:AT_ONCE]
             self._asked.update(dict.fromkeys(asked, now))
@@ -138,21 +135,21 @@ class Attendance:
 
     def _is_due(self, member: PeerId, now: float, *, owes: bool) -> bool:
         asked = self._asked.get(member, self._begun)
-        if self._ctx.detector.silent_s(member) >= SILENT_S:
-            return now - asked >= SILENT_S
-        return owes and now - max(asked, self._came.get(member, self._begun)) >= ASK_S
+        if self._ctx.detector.silent_s(member) >= SILENT * LOOK_S:
+            return now - asked >= SILENT * LOOK_S
+        return owes and now - max(asked, self._came.get(member, self._begun)) >= AGAIN_S
 
     def _judge(self, member: PeerId, progress: Row) -> None:
         now, who = self._ctx.clock.now(), f"averaging step {self._round.step + 1}: {self._ctx.roster.name(member)}"
         before, since = self._moved.get(member, (-1, now))
         self._moved[member] = progress.moved, now if progress.moved > before else since
         late_s, stuck_s = now - self._came.get(member, self._begun), now - self._moved[member][1]
-        if (not progress.current or progress.round != self._round.id) and late_s > ELSEWHERE_S:
+        if (not progress.current or progress.round != self._round.id) and late_s > AGAIN_S:
             self.absent = () if progress.current else (member,)
             raise RoundFailed(
                 f"{who} is alive, but {'not in this round' if progress.current else f'at step {progress.step + 1}'}"
             )
-        if stuck_s > ELSEWHERE_S and self._holders.held_by_a_replica():
+        if stuck_s > AGAIN_S and self._holders.held_by_a_replica():
             raise RoundFailed(f"{who} makes no progress, and a replica holds the whole gradient")
-        if stuck_s > STALLED_S or late_s > self._overdue_s:
+        if stuck_s > GONE_S or late_s > self._overdue_s:
             raise RoundFailed(f"{who} is alive, but has sent nothing for {late_s:.0f} s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,10 @@ from muletrain.errors import (
 )
 from muletrain.events import CheckpointFailed, CheckpointWritten, PartNotKept, TransferFailed
 from muletrain.policy.checkpoints import keepers
+from muletrain.policy.deadline import CEILING_S
 from muletrain.runtime.checkpoint.messages import AskPart, CheckpointEnd, PartReady, largest_part
-from muletrain.runtime.checkpoint.store import Key, PartFacts, PartsGone
-from muletrain.runtime.core.times import LONGEST_S
+from muletrain.runtime.checkpoint.store import Key, PartFacts
+from muletrain.runtime.core.times import GONE_S, LAG_S, LOOK_S, pause_s
 from muletrain.wire.statefile import StateBuffers
 
 if TYPE_CHECKING:
@@ -45,15 +47,8 @@ MAX_OPEN = 8
 """Open checkpoints at once."""
 REMEMBERED = 256
 """Number of ended checkpoints with remembered ends."""
-LOOK_S, LOOK_MAX_S = 1.0, 10.0
-"""Seconds without news, between two checks for missing parts; doubles. A queued request for a part is checked as
-often."""
 SLOWEST_BYTES_PER_S = 125e3
-"""Slowest rate [bytes/s]: after ``LONGEST_S`` and the time that all parts need at this rate, a checkpoint has failed."""
-READ_S = 0.3
-"""Longest read of the place for an answer [s]; after that, the answer is the last known list."""
-TURN_S = 30.0
-"""Longest time that a request for a part queues at a donor [s]."""
+"""Slowest rate [bytes/s]: after ``CEILING_S`` and the time that all parts need at this rate, a checkpoint has failed."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +186,8 @@ class Checkpoints:
         self._over.set()
 
     async def over(self, key: Key) -> bool:
-        """Wait for the end of checkpoint ``key``. True if complete."""
+        """Wait for the end of checkpoint ``key``. True if complete. Ends after
+        ``checkpoint/checkpointing._see_through``."""
         while key not in self._ended or key in self._clearing:
             self._over.clear()
             await self._over.wait()
@@ -275,22 +271,25 @@ class PartReplicas:
         if self._looking is None or self._looking.done():
             self._looking = self._ctx.spawn(self.readable(), "look at checkpoints")
         try:
-            return await self._ctx.clock.deadline(asyncio.shield(self._looking), READ_S, "the checkpoints' place")
+            return await self._ctx.clock.deadline(asyncio.shield(self._looking), LAG_S, "the checkpoints' place")
         except DeadlineExceeded:
             return self._known()
 
-    async def publish(self, opened: OpenCheckpoint) -> str:
-        """Complete a checkpoint with all parts here. Returns the location. Raises PartsGone, or CheckpointError for a
+    def where(self, key: Key) -> str:
+        """The location of checkpoint ``key``."""
+        return self._place.where(key)
+
+    async def publish(self, opened: OpenCheckpoint) -> set[int]:
+        """Complete a checkpoint with all parts here. Returns the stages whose parts are gone. Raises CheckpointError for a
         failed write."""
         book, key = self._book, opened.key
         try:
-            where = await self._place.disk.call(self._place.publish, key, book.about, dict(opened.parts), book.files)
-        except PartsGone:
-            raise
+            gone = await self._place.disk.call(self._place.publish, key, book.about, dict(opened.parts), book.files)
         except OSError as e:
             raise CheckpointError(self._why(e, key)) from e
-        book.complete[key] = dict(opened.parts)
-        return where
+        if not gone:
+            book.complete[key] = dict(opened.parts)
+        return gone
 
     async def is_complete(self, key: Key) -> bool:
         """Has a peer that shares the place completed the checkpoint?"""
@@ -389,7 +388,8 @@ class PartExchange:
         return peer in self._roles.keepers(stage, peer) or await self._membership.serves(peer, stage)
 
     async def _offer(self, ask: AskPart) -> Snapshot:
-        until = self._ctx.clock.now() + TURN_S
+        """Ends within ``GONE_S / 2``."""
+        until = self._ctx.clock.now() + GONE_S / 2  # the asking peer waits for GONE_S
         while (offer := self._snapshots.offered(ask.stage, *ask.key, part=True)) is None and self._snapshots.crowded():
             if self._ctx.clock.now() > until:
                 raise MuletrainError("this peer has enough copies to send; ask again")
@@ -598,8 +598,9 @@ class Checkpointing:
     # Until the end ----------------------------------------------------------------------------------------------------
 
     async def _see_through(self, opened: OpenCheckpoint) -> None:
-        """Do our part until the checkpoint has ended, and watch the coordinator, since we may have to take over."""
-        ctx, key, pause_s = self._ctx, opened.key, LOOK_S
+        """Do our part until the checkpoint has ended, and watch the coordinator, since we may have to take over. Ends
+        within ``_left_s``: the time that all parts need over a slow link."""
+        ctx, key, looks = self._ctx, opened.key, itertools.count()
         while not opened.ended:
             opened.changed.clear()
             complete = opened.ended is not None  # the parts that we keep may still be under way
@@ -615,10 +616,9 @@ class Checkpointing:
             if opened.ended is not None:
                 continue
             try:
-                limit_s = min(pause_s, self._left_s(opened))
+                limit_s = min(pause_s(next(looks)), self._left_s(opened))
                 await ctx.clock.deadline(opened.changed.wait(), limit_s, "news of a checkpoint")
             except MuletrainError:
-                pause_s = min(LOOK_MAX_S, 2 * pause_s)
                 await self._look_after(opened)
 
     async def _look_after(self, opened: OpenCheckpoint) -> None:
@@ -628,7 +628,7 @@ class Checkpointing:
             opened.news = ctx.clock.now()  # earlier checkpoints go first
         if await self.replicas.is_complete(key):
             self.end(key, "")  # the notice was lost
-        elif ctx.clock.now() - opened.news > LONGEST_S or self._left_s(opened) <= 0:
+        elif ctx.clock.now() - opened.news > CEILING_S or self._left_s(opened) <= 0:
             reason = opened.lacking(ctx.plan.stages)
             if self.roles.coordinates():
                 await self.fail(key, reason)
@@ -644,7 +644,7 @@ class Checkpointing:
     def _left_s(self, opened: OpenCheckpoint) -> float:
         """Seconds until the checkpoint has failed in any case."""
         size = sum(self._ctx.plan.state_bytes) or sum(f.size for f in opened.parts.values())
-        return max(0.0, opened.begin + LONGEST_S + size / SLOWEST_BYTES_PER_S - self._ctx.clock.now())
+        return max(0.0, opened.begin + CEILING_S + size / SLOWEST_BYTES_PER_S - self._ctx.clock.now())
 
     async def _coordinator_answers(self, key: Key) -> bool:
         coordinator = self.roles.coordinator
@@ -685,16 +685,16 @@ class Checkpointing:
     async def _publish(self, opened: OpenCheckpoint) -> None:
         ctx, key = self._ctx, opened.key
         try:
-            where = await self.replicas.publish(opened)
-        except PartsGone as e:
-            opened.here -= e.stages  # fetched again
-            return
+            gone = await self.replicas.publish(opened)
         except CheckpointError as e:
             return await self.fail(key, str(e))
+        if gone:
+            opened.here -= gone  # fetched again
+            return
         if opened.ended is not None:
             return
         size, seconds = sum(f.size for f in opened.parts.values()), ctx.clock.now() - opened.begin
-        ctx.emit(CheckpointWritten(step=key.step, path=where, bytes=size, seconds=seconds))
+        ctx.emit(CheckpointWritten(step=key.step, path=self.replicas.where(key), bytes=size, seconds=seconds))
         for overtaken in sorted(self.checkpoints.before(key.step), key=lambda o: o.key):
             await self.fail(
                 overtaken.key, f"{overtaken.lacking(ctx.plan.stages)} before a later checkpoint was complete"

@@ -120,14 +120,6 @@ class PartFacts(NamedTuple):
         return cls(size, digest.digest())
 
 
-class PartsGone(OSError):
-    """The parts of ``stages`` are missing, because another peer cleaned up."""
-
-    def __init__(self, stages: set[int]) -> None:
-        super().__init__(f"the parts of stages {sorted(stages)} are gone")
-        self.stages = stages
-
-
 class CheckpointStore(ABC):
     """A place for checkpoints. ``keep``: number of newest complete checkpoints to keep. ``disk``: runs the calls."""
 
@@ -156,14 +148,14 @@ class CheckpointStore(ABC):
 
     def publish(
         self, key: Key, about: Mapping[str, Any], parts: Mapping[int, PartFacts], files: Mapping[str, bytes]
-    ) -> str:
-        """Complete the checkpoint, with all ``parts`` here, and ``prune``. Returns the location. Two peers may publish
-        at once. Raises PartsGone."""
+    ) -> set[int]:
+        """Complete the checkpoint, with all ``parts`` here, and ``prune``. Returns the stages whose parts are gone, because
+        another peer cleaned up; then the checkpoint is not complete. Two peers may publish at once."""
         if key not in self.complete():
             folder = self._open(key)
             gone = {s for s, f in parts.items() if self._size(f"{folder}/{_file(s)}") != f.size}
             if gone:
-                raise PartsGone(gone)
+                return gone
             for name, content in files.items():
                 self._write(f"{folder}/{name}", [memoryview(content)])
             listed = [{"file": _file(s), "sha256": f.digest.hex(), "size": f.size} for s, f in sorted(parts.items())]
@@ -172,7 +164,7 @@ class CheckpointStore(ABC):
             self._write(f"{folder}/{MANIFEST}", [memoryview(json.dumps(manifest, indent=1).encode())])
             self._finish(key)
         self.prune(key)
-        return self.where(key)
+        return set()
 
     def complete(self) -> dict[Key, dict[int, PartFacts]]:
         """The complete checkpoints of all writers; unreadable manifests are skipped."""

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from muletrain.errors import CapacityError
+from muletrain.runtime.core.times import LOOK_S, PATIENCE_S
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -25,13 +26,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-LOOK_S = 1.0
-"""Seconds between two checks of a call in progress."""
 SPARE_BYTES = 1 << 30
 """Free bytes of a disk that requests of other machines may not use up."""
-STILL_S = 300.0
-"""Seconds without progress after which a call counts as hanging. The time is counted in checks, so that a pause of the
-whole process counts little."""
 
 
 class OneThread(Executor):
@@ -93,7 +89,8 @@ class Disk:
 
     async def call(self, fn: Callable[..., R], *args: Any) -> R:
         """Returns ``fn(*args)``. Raises errors of ``fn``, and TimeoutError (an OSError) when ``fn``, or an earlier
-        call, makes no progress for ``STILL_S``. Then ``fn`` may still run, or never."""
+        call, makes no progress for ``PATIENCE_S``, counted in checks, so
+        that a pause of the whole process counts little. Then ``fn`` may still run, or never."""
         async with self._turn:
             if self.hangs:
                 raise self._given_up()
@@ -105,12 +102,13 @@ class Disk:
                 job.cancel()
 
     async def _watch(self, job: asyncio.Future[Any]) -> None:
+        """Ends within ``PATIENCE_S`` without progress."""
         still_s, moved = 0.0, self._moved
         while not job.done():
             await asyncio.wait({job}, timeout=LOOK_S)
             still_s = still_s + LOOK_S if moved == self._moved else 0.0
             moved = self._moved
-            if still_s >= STILL_S and not job.done():
+            if still_s >= PATIENCE_S and not job.done():
                 self._stood = moved
                 raise self._given_up()
 
@@ -122,7 +120,9 @@ class Disk:
             self.moved()
 
     def _given_up(self) -> TimeoutError:
-        return TimeoutError(errno.ETIMEDOUT, f"the disk or store has made no progress for {STILL_S:.0f} s; it may hang")
+        return TimeoutError(
+            errno.ETIMEDOUT, f"the disk or store has made no progress for {PATIENCE_S:.0f} s; it may hang"
+        )
 
 
 def check_room(folder: str, size: int, otherwise: str) -> None:

@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from muletrain.errors import DeadlineExceeded, MuletrainError
+from muletrain.runtime.core.times import ENDLESS, PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -18,14 +19,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MAX_SILENCE = 6
 """Number of missed deadlines, each twice as long as the previous, after which a wait is hopeless."""
-PATIENCE_S = 300.0
-"""Seconds without progress of other peers, after which a wait is hopeless."""
 LOOKS = 4
 """Least number of questions within the patience, however long the doubled deadlines: no peer could report progress
 otherwise."""
-ENDLESS = 12
-"""Multiple of the patience without any awaited result, after which a wait is hopeless even if other peers report
-progress."""
 
 
 async def _nothing() -> None:

@@ -10,6 +10,7 @@ from muletrain.errors import NetworkError
 from muletrain.events import FrameRefused, SlotWorked
 from muletrain.runtime.core.meter import Meter
 from muletrain.runtime.core.tasks import Tasks
+from muletrain.runtime.core.times import GONE_S
 from muletrain.runtime.core.waiting import News
 from muletrain.runtime.members.detector import FailureDetector
 from muletrain.runtime.pool.desk import PartsDesk
@@ -38,8 +39,6 @@ TRAFFIC: dict[str, TrafficClass] = {
     "block": "state",
 }
 """Class of traffic of a frame kind, for byte counts; all other kinds are control."""
-SEND_TIMEOUT_S = 120.0
-"""Seconds without a receipt after which a send fails: a bound for a dead transport, not for a slow link."""
 
 
 class Chaos(Protocol):
@@ -114,12 +113,12 @@ class Context:
         channel: Channel | None = None,
     ) -> None:
         """Send and count a frame. ``frame``: the message's frame, if already made; ``channel``: in place of the
-        message's own. Raises PeerUnreachable or DeadlineExceeded."""
+        message's own. Raises PeerUnreachable or DeadlineExceeded. Ends within ``watchdog.hung_s`` and ``GONE_S``."""
         if not self.meter.works.is_set():  # until the device is back, or the watchdog ends the peer
             await self.meter.works.wait()
         begin = self.clock.now()
         frame = frame or message.frame(tensors)
-        sent = await self.net.send(peer, frame, channel=channel or message.CHANNEL, timeout_s=SEND_TIMEOUT_S)
+        sent = await self.net.send(peer, frame, channel=channel or message.CHANNEL, timeout_s=GONE_S)
         if sent:
             self.meter.stats.sent[peer][TRAFFIC.get(message.KIND, "control")] += sent
         if tensors and (step := getattr(message, "step", None)) is not None:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import PeerDown
-from muletrain.policy.deadline import RECENT, Deadline, Usual, backoff_s
+from muletrain.policy.deadline import RECENT, Deadline, Usual
 from muletrain.runtime.core.branches import branch_of
+from muletrain.runtime.core.times import GONE_S, LAG_S, PATIENCE_S, pause_s
 from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.row import Row, Sync
 
@@ -33,19 +34,13 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.waiting import News
     from muletrain.runtime.members.roster import Roster
 
-LONG_S, RARELY_S = 60.0, 300.0
-"""Seconds after which a peer that is down counts as long gone, and the longest pause between two tries of a peer that
-is down."""
 AT_ONCE = 4
 """Long-gone peers tried at the same time: peers that went together would otherwise be dialled together, again and
 again."""
-LATE_S, LATE_MAX_S = 1.0, 10.0
-"""First and longest pause between two questions to a peer with a late device [s]; the pause doubles."""
 MAX_ALARMS = 3
 """Unanswered questions after which the time for an answer no longer doubles."""
-HEARD_S, MAX_AGAIN = 0.25, 4
-"""A peer heard within the last HEARD_S seconds is not silent: after a missed answer, the question is repeated, at most
-MAX_AGAIN times."""
+MAX_AGAIN = 4
+"""Most repetitions of a missed question to a peer that is heard: nothing else came from the peer for ``LAG_S``."""
 QUEUES = 2.0
 """Multiple of the measured queues to wait before a suspicion: queues vary by as much as their length, and repeating a
 suspect's work adds load."""
@@ -155,7 +150,7 @@ class FailureDetector:
                     row = await self._sync(peer, lineage, step, attempt, brief=brief, record=record)
                     break
                 except DeadlineExceeded as e:
-                    if again == MAX_AGAIN or self.silent_s(peer) > HEARD_S:
+                    if again == MAX_AGAIN or self.silent_s(peer) > LAG_S:
                         self.mark_down(peer, e.why)
                         return None
                 except PeerUnreachable as e:
@@ -179,7 +174,7 @@ class FailureDetector:
 
         def late() -> None:
             nonlocal timer
-            if (more_s := HEARD_S - self.silent_s(peer)) > 0:
+            if (more_s := LAG_S - self.silent_s(peer)) > 0:
                 timer = loop.call_later(more_s, late)
             else:
                 self._suspect(peer, lineage, step, hearsay)
@@ -225,14 +220,14 @@ class FailureDetector:
             looking.add_done_callback(lambda _: self._looked_after.discard(peer))
 
     async def _look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """Repeat the question while the peer's device is late: without new work, nothing else would end the
-        suspicion."""
+        """Repeat the question while the peer's device is late: without new work, nothing else would end the suspicion.
+        Ends within ``watchdog.hung_s``: then a peer with a late device ends, and answers no question."""
         for times in itertools.count():
             if times or peer not in self._late:
                 await self.probe(peer, lineage, step, hearsay=True, brief=True)
             if peer not in self._late:
                 return
-            await self._peer.clock.sleep(backoff_s(times, LATE_S, LATE_MAX_S))
+            await self._peer.clock.sleep(pause_s(times))
 
     async def is_gone(self, peer: PeerId, lineage: bytes, step: int) -> bool:
         """Returns True if ``peer`` is unreachable, which is stronger evidence than a missing answer."""
@@ -271,7 +266,7 @@ class FailureDetector:
         if (took_s := self._peer.clock.now() - begin) <= limit_s:  # else this machine has slept
             self.deadline.measured(took_s)
             if peer not in self._usual:
-                self._usual[peer] = Usual(unmeasured_s=math.inf, floor_s=0.25, times=4.0, slow_times=1.5)
+                self._usual[peer] = Usual(unmeasured_s=math.inf, floor_s=LAG_S, times=4.0, slow_times=1.5)
             self._usual[peer].measured(took_s)
             self._waited_s.append(took_s - self._usual[peer].fastest_s)
         if row.branch != branch_of(lineage):
@@ -284,7 +279,7 @@ class FailureDetector:
 
     def worth_a_try(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
         """Returns the live ``peers``, and peers that are down but were not tried for a quarter of the time since the
-        first try (at most ``RARELY_S``). Such peers may be back, but a try costs connections, and in a long run many
+        first try (at most ``PATIENCE_S``). Such peers may be back, but a try costs connections, and in a long run many
         peers are gone for good. A returning peer announces itself."""
         now, worth, long_dead = self._peer.clock.now(), [], 0
         for peer in peers:
@@ -293,8 +288,8 @@ class FailureDetector:
                 worth.append(peer)
                 continue
             since, last = self._tried.get(peer, (now, -math.inf))
-            long = now - since > LONG_S
-            if now - last >= min(RARELY_S, (now - since) / 4) and not (long and long_dead == AT_ONCE):
+            long = now - since > GONE_S
+            if now - last >= min(PATIENCE_S, (now - since) / 4) and not (long and long_dead == AT_ONCE):
                 long_dead += long
                 self._tried[peer] = since, now
                 worth.append(peer)
@@ -358,8 +353,9 @@ class FailureDetector:
         return asyncio.get_running_loop().time() - self._peer.net.heard_s(peer)
 
     async def ask_all(self, peers: tuple[PeerId, ...], lineage: bytes, step: int) -> dict[PeerId, Row]:
-        """Returns the rows of the answering ``peers``. Peers that are down are asked, too, since they may be back,
-        but only live peers are waited for, if there are any."""
+        """Returns the rows of the answering ``peers``. Peers that are down are asked, too, since they may be back, but
+        only live peers are waited for, if there are any. Ends within a probe's deadline, doubled for peers that are
+        heard."""
         asked = {p: asyncio.create_task(self.probe(p, lineage, step)) for p in self.worth_a_try(peers)}
         living = [task for p, task in asked.items() if self._peer.roster.is_alive(p)]
         try:

@@ -10,17 +10,18 @@ because these may still need data from the leaver.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING, Protocol
 
 from muletrain.events import LeavePutOff
-from muletrain.policy.deadline import backoff_s
+from muletrain.runtime.core.times import GONE_S, pause_s
 
 if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
-TRIES, PAUSE_S, PAUSE_MAX_S = 60, 0.05, 2.0
-"""Questions to the other replicas for the step, and first and longest pause between, which doubles [s]. Two minutes in
-all: a replica that lost a chunk of the gradient waits for its deadlines before taking our state."""
+TAKING = 2
+"""Multiple of ``GONE_S`` for which a leaver waits at most: a replica that lost a chunk of the gradient waits for its
+deadlines before taking our state."""
 
 
 class Unsaved(Protocol):
@@ -55,16 +56,19 @@ class Departure:
     async def taken_over(self, lineage: bytes, step: int) -> bool:
         """Wait until every answering replica of our stage has come to ``step``. Returns False if none has in the end,
         so that our state is the last, or if no replica answers for half the time after which other peers adopt the
-        stage. Replicas that are down are asked, too: a healed link does not announce itself."""
+        stage. Replicas that are down are asked, too: a healed link does not announce itself. Ends within ``TAKING *
+        GONE_S``."""
         ctx = self._ctx
-        there, answered_s = False, ctx.clock.now()
-        for attempt in range(TRIES):
+        begin = answered_s = ctx.clock.now()
+        for attempt in itertools.count():
             answers = await asyncio.gather(*(ctx.detector.probe(p, lineage, step) for p in ctx.roster.replicas()))
             answered = [progress.beyond(step - 1) for progress in answers if progress is not None]
             there = any(answered)
             if answered:
                 answered_s = ctx.clock.now()
-            if (there and all(answered)) or ctx.clock.now() - answered_s > ctx.plan.adopt_after_s / 2:
+            now = ctx.clock.now()
+            silent = now - answered_s > ctx.plan.adopt_after_s / 2
+            if (there and all(answered)) or silent or now - begin > TAKING * GONE_S:
                 break
-            await ctx.clock.sleep(backoff_s(attempt, PAUSE_S, PAUSE_MAX_S))
+            await ctx.clock.sleep(pause_s(attempt))
         return there

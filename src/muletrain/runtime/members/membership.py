@@ -12,7 +12,7 @@ from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
 from muletrain.events import DirectoryFailed, MemberAdmitted
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
-from muletrain.runtime.core.times import AGAIN_S
+from muletrain.runtime.core.times import AGAIN_S, GONE_S
 from muletrain.runtime.members.messages import Acquaintances, Introduce, Member, WhoAreYou
 
 if TYPE_CHECKING:
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
-
-CALL_S = 20.0
-"""Seconds for a member to answer an introduction."""
-FLOOR_S = 3.0
-"""Least seconds for an answer: a connection must be made first, and the answering peer may have to ask for us."""
 
 
 class Membership:
@@ -34,7 +29,8 @@ class Membership:
         self._ctx = ctx
         self._asking: dict[PeerId, asyncio.Task[None]] = {}
         self._asked: Recent[float] = Recent()
-        self._deadline = Deadline(unmeasured_s=CALL_S, floor_s=FLOOR_S)
+        self._deadline = Deadline()
+        """Time of an answer, for which a connection must be made first."""
         ctx.net.serve(Introduce.KIND, self._on_introduction)
         ctx.net.serve(WhoAreYou.KIND, self._on_question)
 
@@ -53,8 +49,8 @@ class Membership:
                 return
 
     async def _answers(self, calls: dict[asyncio.Task[Any], PeerId]) -> None:
-        """Wait for the answers. A peer that takes much longer than the rest is not counted on until the peer
-        answers."""
+        """Wait for the answers. A peer that takes much longer than the rest is not counted on until the peer answers.
+        Ends within the deadline of an introduction."""
         clock = self._ctx.clock
         begin = clock.now()
         while calls and (rest_s := begin + self._deadline.seconds() - clock.now()) > 0:
@@ -77,7 +73,7 @@ class Membership:
         begin = ctx.clock.now()
         try:
             introduction = Introduce(member=ctx.roster.own).pack()
-            answer = await ctx.net.call(peer, Introduce.KIND, introduction, timeout_s=CALL_S)
+            answer = await ctx.net.call(peer, Introduce.KIND, introduction, timeout_s=GONE_S)
             self._deadline.measured(ctx.clock.now() - begin)
             for member in Acquaintances.unpack(answer).members:
                 if member.id == peer:
@@ -96,7 +92,7 @@ class Membership:
     async def acquaint(self, peer: PeerId, stage: int | None = None) -> None:
         """``peer`` speaks to us: ask for an introduction if ``peer`` is unknown, or not known to serve ``stage``, after
         an arrival or a move during our absence. Raises ProtocolError without an introduction, and if ``peer`` was
-        expelled."""
+        expelled. Ends within the deadline of an introduction."""
         roster, now = self._ctx.roster, self._ctx.clock.now()
         if roster.expelled(peer):
             raise ProtocolError("this peer was expelled: it computed false gradients")

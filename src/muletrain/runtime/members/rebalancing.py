@@ -101,7 +101,7 @@ class Rebalancer:
         return 1 / max(1e-9, median(known)) if known else None
 
     async def run(self) -> None:
-        """Announce and decide until cancelled. The first decision comes a whole period after the beginning, on measured
+        """Announce and decide. Ends when cancelled. The first decision comes a whole period after the beginning, on measured
         speeds."""
         ctx, period = self._ctx, self._ctx.plan.rebalance_s
         await self._announce(0.0, ctx.roster.own.stage)
@@ -123,7 +123,7 @@ class Rebalancer:
 
     async def _prepared(self, target: int) -> int | None:
         """Returns ``target`` once this peer has what it needs there, while it goes on serving; None: that is not to be
-        had."""
+        had. Ends after ``transfer/base._fetch``."""
         ctx = self._ctx
         preparing = ctx.spawn(self._mover.prepare(target), "preparing to move")
         try:

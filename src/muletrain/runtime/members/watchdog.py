@@ -23,17 +23,14 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
 from muletrain.events import DeviceBack, DeviceLate
+from muletrain.runtime.core.times import ENDLESS, LOOK_S, PATIENCE_S
 
 if TYPE_CHECKING:
     from muletrain.compute.jobs import Job
     from muletrain.runtime.members.context import Context
 
-LOOK_S = 0.5
-"""Seconds between two checks of the device's operations."""
 OUT, HUNG = 4.0, 30.0
 """Multiples of the late time after which an operation is out, and after which an operation is hung."""
-LEAST_S, MOST_S = 300.0, 3600.0
-"""Least and most seconds after which an operation is hung."""
 
 
 class DeviceHung(MuletrainError):
@@ -48,7 +45,7 @@ class Watchdog:
         self._ages_s: dict[Job, float] = {}
 
     async def run(self) -> None:
-        """Look until cancelled. Raises DeviceHung."""
+        """Raises DeviceHung. Ends when cancelled."""
         clock = self._ctx.clock
         while True:
             before, stood_still_s = clock.now(), clock.stood_still_s()
@@ -85,7 +82,7 @@ class Watchdog:
 
 def hung_s(late_s: float) -> float:
     """Returns the seconds after which the peer ends. ``late_s``: see ``Jobs.late_s``."""
-    return min(MOST_S, max(LEAST_S, HUNG * late_s))
+    return min(ENDLESS * PATIENCE_S, max(PATIENCE_S, HUNG * late_s))
 
 
 def _at(job: Job, age_s: float) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from muletrain.errors import DeadlineExceeded
 from muletrain.optim.norms import square_norm
 from muletrain.policy.outliers import ALIKE, strange
+from muletrain.runtime.core.times import PAUSE_S
 from muletrain.runtime.microbatch.dispatcher import StageLost
 from muletrain.wire.codec import decode
 
@@ -37,8 +38,6 @@ REMEMBERED = 64
 """Number of lengths of accepted gradients to remember."""
 LOOK = 0.02
 """Pause between two checks whether another answer is still to come, as a share of the first answer's time."""
-PAUSE_S = 0.01
-"""Least pause between two checks whether another answer is still to come [s]."""
 
 
 class _Gradient(NamedTuple):
@@ -76,7 +75,8 @@ class GradientCrossCheck:
         return first.values, True
 
     async def _begin(self, answer: Answer, length: float) -> None:
-        """Wait for another peer's first answer, while there is one to come."""
+        """Wait for another peer's first answer, while there is one to come. Ends after ``microbatch/pending.answer_of``
+        of the other peers."""
         self._first.setdefault(answer.peer, length)
         if len(self._first) > 1:
             self._second.set()

@@ -17,10 +17,11 @@ from muletrain.policy.deadline import RetryBudget
 from muletrain.policy.rooms import Rooms
 from muletrain.policy.trips import Trips
 from muletrain.policy.wiring import GAMMA, Wiring
+from muletrain.runtime.core.times import LOOK_S, PAUSE_MAX_S
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.members.silence import Silence
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost
-from muletrain.runtime.microbatch.pending import Answer, AtIt, FoundUnfinite, Full, Gone, Over, Pending, answer_of
+from muletrain.runtime.microbatch.pending import Answer, Declined, Pending, Why, answer_of
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.survey import Survey
     from muletrain.wire.codec import Encoded
 
-LOOK_S, LOOK_MAX_S = 0.5, 30.0
-"""Seconds between two checks for room at a full stage, and most seconds between two tries of a peer that is already at
-the microbatch."""
 COPIES, COPIES_SHARE = 2.0, 0.1
 """Budget of microbatches that are computed twice because a peer is suspected: at first this multiple of a peer's
 capacity, then this share of the answered microbatches."""
@@ -74,7 +72,7 @@ class Dispatcher:
         self._current = {(work.step, work.lineage) for work in under_way}
         for pending in (p for owed in self._pending.values() for p in owed.values()):
             if not self._is_current(pending.request) and not pending.reply.done():
-                pending.reply.set_exception(Over(f"step {pending.request.step} has ended"))
+                pending.reply.set_result(Declined(Why.OVER))
 
     def _is_current(self, request: Attempt) -> bool:
         return self._current is None or (request.step, request.lineage) in self._current
@@ -178,27 +176,25 @@ class Dispatcher:
                 raise StageLost(
                     f"stage {self._stage}: no live peer could take microbatch {request.step}/{request.index}"
                 )
-            try:
-                pending = Pending(peer, request, tensors, frozenset({*failed - again, peer}), gradient, unfinite)
-                answer = await self._from(pending, accumulate)
-            except (PeerUnreachable, DeadlineExceeded) as e:
-                self._give_up(peer, request, e.why)
-                self._ctx.detector.mark_down(peer, e.why)
-            except FoundUnfinite as e:
-                if not unfinite and not await self._ctx.compute.offload(_finite, tensors[0]):
-                    raise Unfinite(f"activations of microbatch {request.step}/{request.index}: not finite") from None
-                unfinite, again = True, again if unfinite else {*again, peer}
-                self._give_up(peer, request, str(e))
-            except Gone as e:  # the peer is alive, but does not have the request
-                self._give_up(peer, request, str(e))
-            except (Over, Full):
+            pending = Pending(peer, request, tensors, frozenset({*failed - again, peer}), gradient, unfinite)
+            answer = await self._from(pending, accumulate)
+            if isinstance(answer, Answer):
+                return answer
+            if answer.why in (Why.OVER, Why.FULL):
                 continue
-            except AtIt:
-                now_s, most_s = self._ctx.clock.now(), max(LOOK_MAX_S, self.trips.usual_s() / 4)
+            if answer.why is Why.AT_IT:
+                now_s, most_s = self._ctx.clock.now(), max(PAUSE_MAX_S, self.trips.usual_s() / 4)
                 at_it[peer] = now_s + min(most_s, max(LOOK_S, now_s - begun_s))
                 continue
-            else:
-                return answer
+            if answer.why is Why.UNFINITE:
+                if not unfinite and not await self._ctx.compute.offload(_finite, tensors[0]):
+                    raise Unfinite(f"activations of microbatch {request.step}/{request.index}: not finite")
+                unfinite, again = True, again if unfinite else {*again, peer}
+            self._rerouted(peer, request, answer.reason)
+            if peer not in again:  # a banned peer could not be asked again
+                self._wiring.ban(peer)
+            if answer.why is Why.DOWN:
+                self._ctx.detector.mark_down(peer, answer.reason)
             failed.add(peer)
             accumulate = await self.missing(request, accumulate)
             full_s = self._ctx.clock.now()  # full peers were not asked during that failure
@@ -234,11 +230,12 @@ class Dispatcher:
         now_s = self._ctx.clock.now()
         return self._wiring.choose(excluded, under_way, full=full, step=request.step, now_s=now_s, waited_s=waited_s)
 
-    async def _from(self, pending: Pending, accumulate: tuple[int, ...]) -> Answer:
+    async def _from(self, pending: Pending, accumulate: tuple[int, ...]) -> Answer | Declined:
         """Returns the answer of one peer. When the peer is suspected, another peer computes the microbatch, too, but
         accumulates nothing, here and in later stages. If the suspect lives, its accumulator has the microbatch; if not,
         that accumulator is lost anyway, and the stage runs its microbatches again. So a false alarm costs a single
-        computation, and no microbatch is ever in two accumulators."""
+        computation, and no microbatch is ever in two accumulators. Ends after ``microbatch/pending.answer_of``, also of
+        a copy."""
         peer, request = pending.peer, pending.request
         if request.key in self._pending.get(peer, {}):
             what = f"microbatch {request.step}/{request.index} attempt {request.attempt}"
@@ -246,14 +243,11 @@ class Dispatcher:
         self._silence.expect(peer)
         self._pending.setdefault(peer, {})[request.key] = pending
         try:
-            return await self._try(pending, accumulate)
-        except MuletrainError:
-            if pending.copy is None:
-                raise
-            await asyncio.wait({pending.copy})
-            if pending.copy.exception() is not None:
-                raise
-            return pending.copy.result()
+            got = await self._try(pending, accumulate)
+            if isinstance(got, Declined) and pending.copy is not None:
+                await asyncio.wait({pending.copy})
+                return got if pending.copy.exception() else pending.copy.result()
+            return got
         finally:
             del self._pending[peer][request.key]
             if not self._pending[peer]:
@@ -278,7 +272,7 @@ class Dispatcher:
 
     async def _have_copied(self, peer: PeerId) -> None:
         """Let other peers compute the microbatches owed by ``peer``, oldest first, as fast as these peers can: most
-        suspects are soon heard again."""
+        suspects are soon heard again. Ends after ``microbatch/pending.answer_of`` of what the peer owes."""
         while peer in self._ctx.detector.suspected:
             others = set(self._wiring.peers()) - self._ctx.detector.suspected
             owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())
@@ -315,8 +309,8 @@ class Dispatcher:
         await asyncio.gather(*(ctx.detector.probe(p, request.lineage, request.step) for p in here))
         self.refresh()
 
-    async def _try(self, pending: Pending, accumulate: tuple[int, ...]) -> Answer:
-        """Send to one peer, then wait for the peer's work. Raises Full, Gone, PeerUnreachable, DeadlineExceeded."""
+    async def _try(self, pending: Pending, accumulate: tuple[int, ...]) -> Answer | Declined:
+        """Send to one peer, then wait for the peer's work."""
         clock, peer, request = self._ctx.clock, pending.peer, pending.request
         message = Forward(
             **request.identity(),
@@ -330,18 +324,21 @@ class Dispatcher:
         )
         begin = clock.now()
         self._rooms.sent(peer, begin, more=message.more)
-        with self._ctx.detector.awaiting(peer, pending.reply):
-            # a frozen receiver takes no more than its buffers hold
-            await unless_done(pending.reply, self._ctx.send(peer, message, list(pending.tensors)))
-            what = f"microbatch {request.step}/{request.index} at stage {self._stage}"
-            got = await answer_of(pending, self._ctx, self.trips, self._held_for_long, what)
-        if isinstance(got, Answer):
+        try:
+            with self._ctx.detector.awaiting(peer, pending.reply):
+                # a frozen receiver takes no more than its buffers hold
+                await unless_done(pending.reply, self._ctx.send(peer, message, list(pending.tensors)))
+                what = f"microbatch {request.step}/{request.index} at stage {self._stage}"
+                got = await answer_of(pending, self._ctx, self.trips, self._held_for_long, what)
+        except (PeerUnreachable, DeadlineExceeded) as e:
+            return Declined(Why.DOWN, e.why)
+        if isinstance(got, Answer | Declined):
             return got
         reply, answer = got
         if isinstance(reply, Busy):
-            raise Full if reply.full else AtIt
+            return Declined(Why.FULL if reply.full else Why.AT_IT)
         if isinstance(reply, Lost):
-            raise (FoundUnfinite if reply.unfinite else Gone)(reply.reason)
+            return Declined(Why.UNFINITE if reply.unfinite else Why.GONE, reply.reason)
         took = clock.now() - begin
         if request.index < self._ctx.plan.microbatches:  # held-out microbatches take different times
             self._copies.succeeded()
@@ -365,10 +362,6 @@ class Dispatcher:
         self._wiring.takes_at_least(pending.peer, waited_s)
         others = set(self._wiring.peers()) - pending.tried - self._ctx.detector.suspected
         return not (others and self._have_one_copied(pending, "it has had it for long"))
-
-    def _give_up(self, peer: PeerId, request: Attempt, reason: str) -> None:
-        self._wiring.ban(peer)
-        self._rerouted(peer, request, reason)
 
     def _rerouted(self, peer: PeerId, request: Attempt, reason: str) -> None:
         reason = f"{self._ctx.roster.name(peer)}: {reason}"

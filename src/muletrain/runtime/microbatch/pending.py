@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable
 from muletrain.runtime.core.waiting import unless_done
@@ -23,24 +24,22 @@ PROBED = 5
 """Most doublings of a probe's deadline: a peer may be probed for hours before its answer is ready."""
 
 
-class Gone(MuletrainError):
-    """The peer lives, but the request will not be answered."""
+class Why(Enum):
+    """Why no answer comes from a peer."""
+
+    DOWN = "the peer is not to be reached, or misses every deadline"
+    GONE = "the peer lives, but does not have the request any more"
+    UNFINITE = "the peer found that the microbatch does not stay finite"
+    FULL = "the peer has no room now"
+    AT_IT = "the peer is already at the microbatch"
+    OVER = "the step of the request has ended"
 
 
-class Over(MuletrainError):
-    """The step of the request has ended without an answer."""
+class Declined(NamedTuple):
+    """No answer comes from the peer that was asked."""
 
-
-class Full(MuletrainError):
-    """The peer has no room now."""
-
-
-class AtIt(MuletrainError):
-    """The peer is already at the microbatch."""
-
-
-class FoundUnfinite(Gone):
-    """The peer found that the microbatch does not stay finite."""
+    why: Why
+    reason: str = ""
 
 
 @dataclass
@@ -55,7 +54,7 @@ class Answer:
     took_s: float
 
 
-Reply = tuple["Backward | Done | Busy | Lost", "list[Encoded]"]
+Reply = tuple["Backward | Done | Busy | Lost", "list[Encoded]"] | Answer | Declined
 
 
 @dataclass
@@ -69,7 +68,7 @@ class Pending:
     """Peers that compute no copy: ``peer`` has the request, and the rest have failed."""
     gradient: bool
     unfinite: bool
-    reply: asyncio.Future[Reply | Answer] = field(default_factory=asyncio.Future)
+    reply: asyncio.Future[Reply] = field(default_factory=asyncio.Future)
     """The peer's own answer, or the answer of another peer that computed a copy meanwhile."""
     broke: asyncio.Future[None] = field(default_factory=asyncio.Future)
     """Done once a stream with the peer has ended, which may have carried the request or the answer."""
@@ -93,11 +92,12 @@ class Pending:
 
 async def answer_of(
     pending: Pending, ctx: Context, trips: Trips, held_for_long: Callable[[Pending, float], bool], what: str
-) -> Reply | Answer:
+) -> Reply:
     """Wait while the peer works on the request, or its answer is on the way. Ask the peer when a deadline is missed;
     when a stream with the peer breaks, at once, and again when everything sent since should have come.
-    ``held_for_long`` decides, by the seconds so far, whether to give up. Raises Gone, PeerUnreachable,
-    DeadlineExceeded."""
+    ``held_for_long`` decides, by the seconds so far, whether to give up. Raises PeerUnreachable and
+    DeadlineExceeded. Ends after ``microbatch/stage_server._compute_forward`` and
+    ``microbatch/stage_server._encode_gradient`` at this stage and later ones, or earlier with ``held_for_long``."""
     peer, request, begin_s, attempt, again = pending.peer, pending.request, ctx.clock.now(), 0, False
     pending.broke = asyncio.Future()
     while True:
@@ -123,8 +123,8 @@ async def answer_of(
         # a probe overtakes a long request, and a long answer
         late = not progress.current if again else attempt == 0 and request.index in progress.accumulated
         if not (at_it or broke or late):
-            raise Gone(f"{what}: it is not working on it")
+            return Declined(Why.GONE, f"{what}: it is not working on it")
         if held_for_long(pending, ctx.clock.now() - begin_s):
-            raise Gone(f"{what}: it has had it for long")
+            return Declined(Why.GONE, f"{what}: it has had it for long")
         attempt += not (broke or again)
         again = broke and not at_it

@@ -254,7 +254,8 @@ class StageServer:
             self.data.check(job.message, inputs, targets)
         if job.message.stage > 0 and not await self.ctx.compute.offload(is_finite, inputs):
             if not job.message.unfinite:
-                raise _UnfiniteInputs("activations: not finite")
+                self.ctx.refused(job.sender, f"{job.message.KIND}: activations: not finite")
+                raise Unfinite("activations: not finite")
             job.excused = True
         return inputs, targets
 
@@ -283,6 +284,7 @@ class StageServer:
             )
 
     async def _compute_forward(self, job: _Job, inputs: Tensor) -> Encoded:
+        """Ends within ``watchdog.hung_s``."""
         ctx = self.ctx
         outputs = await ctx.compute.forward(
             job.microbatch, inputs, self._turn(self._forward, job, "forward"), job.positions
@@ -376,6 +378,7 @@ class StageServer:
         job.work.recomputed += not accumulation.granted
 
     async def _encode_gradient(self, job: _Job, gradient: Result | None) -> Encoded | None:
+        """Ends within ``watchdog.hung_s``."""
         if gradient is None or not job.message.gradient:
             return None
         return await self.ctx.compute.offload(encode, await gradient, self.ctx.plan.activations)
@@ -403,7 +406,3 @@ class StageServer:
 
 class _StoodStill(MuletrainError):
     """Other peers may have computed a microbatch meanwhile."""
-
-
-class _UnfiniteInputs(Unfinite, ProtocolError):
-    """The inputs are not finite, by fault of the sender or of an earlier peer."""

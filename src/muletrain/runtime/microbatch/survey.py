@@ -6,7 +6,8 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
-from muletrain.policy.deadline import CEILING_S, backoff_s
+from muletrain.policy.deadline import CEILING_S
+from muletrain.runtime.core.times import pause_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -18,9 +19,8 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 15.0
 """Least seconds to wait for a peer that still works on a microbatch."""
-PAUSE_S, PAUSES = 0.05, 30
-"""Seconds between the first two checks of such a peer; doubles, up to the wait divided by ``PAUSES``, so that a long
-wait costs no more questions than a short wait."""
+PAUSES = 30
+"""Least number of checks of such a peer: a long wait costs hardly more questions than a short wait."""
 
 
 class Survey:
@@ -51,8 +51,8 @@ class Survey:
         that peer recomputes without accumulating. While some peer is still at work, wait: a second accumulation would
         cost a whole accumulator. With ``given``, wait, too, while another trainer has given the microbatch out; of two
         trainers that ask at the same time, the trainer with the higher id waits. (A call on behalf of such a trainer
-        must not set ``given``: the trainer would wait for itself.) The wait ends ``patience_s`` (at least
-        ``PATIENCE_S``) after the awaited peers last accumulated anything, or after ``PATIENCE_S`` if their devices are
+        must not set ``given``: the trainer would wait for itself.) Ends within ``patience_s`` (at least
+        ``PATIENCE_S``) after the awaited peers last accumulated anything, or within ``PATIENCE_S`` if their devices are
         late.
 
         Once some stage has the microbatch, ``silent`` stages count as well, without a live peer's report: a silent peer
@@ -77,14 +77,15 @@ class Survey:
             over = clock.now() - since_s >= longest_s or clock.now() - begun_s >= max(CEILING_S, longest_s)
             if not at_it or over:
                 break
-            await clock.sleep(backoff_s(pause, PAUSE_S, longest_s / PAUSES))
+            await clock.sleep(pause_s(pause, longest_s / PAUSES))
         have = {progress.stage for progress in counted if index in progress.accumulated}
         have |= {*silent} if have else set()
         losses = (progress.loss(index) for progress in current.values())
         return tuple(s for s in stages if s not in have), next((loss for loss in losses if loss is not None), None)
 
     async def everyone(self, lineage: bytes, step: int) -> dict[PeerId, Row]:
-        """Returns the progress of every peer at ``step``, this peer included, asked after this call."""
+        """Returns the progress of every peer at ``step``, this peer included, asked after this call. Ends after
+        ``microbatch/survey._ask``."""
         key = lineage, step
         if (survey := self._next.get(key)) is None:
             survey = self._ctx.spawn(self._ask(key, self._asking.get(key)), "survey")
@@ -92,6 +93,7 @@ class Survey:
         return await asyncio.shield(survey)
 
     async def _ask(self, key: tuple[bytes, int], before: asyncio.Task[dict[PeerId, Row]] | None) -> dict[PeerId, Row]:
+        """Ends after ``members/detector.ask_all``, also of the question before."""
         if before is not None:
             await asyncio.wait({before})
         self._asking[key] = self._next.pop(key)

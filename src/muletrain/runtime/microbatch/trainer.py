@@ -12,8 +12,8 @@ import torch
 
 from muletrain.errors import MuletrainError
 from muletrain.events import OrphansTaken
-from muletrain.policy.deadline import backoff_s
 from muletrain.policy.wiring import claimant
+from muletrain.runtime.core.times import pause_s
 from muletrain.runtime.microbatch.dispatcher import StageLost
 from muletrain.runtime.microbatch.messages import MAX_WITHOUT, Attempt, Gap, TrainerDone
 from muletrain.runtime.microbatch.validator import validator_of
@@ -43,8 +43,6 @@ MOST_AGAIN = 3
 waits for repairs."""
 MOST_ASKED = 4
 """Most peers of a stage to probe for their absence: a partition may take hundreds at once."""
-PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
-"""Seconds before a failed microbatch is tried again, the first time and at most; doubles."""
 
 R = TypeVar("R")
 
@@ -210,7 +208,9 @@ class Trainer:
             self._refilling = {each for each in self._refilling if each[1] != index}
 
     async def _run(self, indices: Iterable[int], *, retry: bool, turn: int = 0) -> None:
-        """Claim and see through our share of ``indices``, and tell all peers."""
+        """Claim and see through our share of ``indices``, and tell all peers. Ends after
+        ``microbatch/dispatcher._from`` and ``microbatch/survey.still_missing`` of each microbatch, and
+        ``microbatch/trainer._whole`` of the first."""
         mine, stages = self._claims(indices, turn), tuple(range(self._ctx.plan.stages))
         self._claimed.update(mine)
         tasks = [asyncio.create_task(self._whole(i, stages, retry=retry)) for i in mine]
@@ -243,7 +243,8 @@ class Trainer:
         return claimant(self._step, index, self._ctx.roster.trainers(), turn)
 
     async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
-        """See one microbatch through, then once more where a part was lost meanwhile. Returns the loss [nats/token]."""
+        """See one microbatch through, then once more where a part was lost meanwhile. Returns the loss [nats/token].
+        Ends after ``microbatch/validator._measured``."""
         if index == 0 and self._validation is not None:
             await asyncio.wait({self._validation})
         loss = await self.see_through(index, stages, retry=retry)
@@ -292,7 +293,7 @@ class Trainer:
                     return (await self._dispatcher.request(request, accumulate, tensors, gradient=False)).loss
                 except StageLost:  # the stage's peers may be at the previous step, or dead without our knowledge
                     self._work.given.discard(index)
-                    await self._ctx.clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
+                    await self._ctx.clock.sleep(pause_s(tries))
                     accumulate, loss = await self._still_missing(index, accumulate, doubted)
                     self._dispatcher.refresh()
                 finally:

@@ -18,8 +18,8 @@ import torch
 
 from muletrain.errors import DeadlineExceeded, MuletrainError
 from muletrain.events import Validated, ValidationLeftOut
-from muletrain.policy.deadline import backoff_s
-from muletrain.runtime.core.times import LONGEST_S
+from muletrain.policy.deadline import CEILING_S
+from muletrain.runtime.core.times import PATIENCE_S, pause_s
 from muletrain.runtime.microbatch.dispatcher import StageLost
 from muletrain.runtime.microbatch.messages import Attempt
 from muletrain.wire.codec import encode_samples
@@ -35,13 +35,11 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.dispatcher import Dispatcher
     from muletrain.runtime.microbatch.inflight import InFlightStep
 
-TRIES, PAUSE_S, PAUSE_MAX_S = 5, 0.1, 2.0
-"""Tries of a held-out microbatch that no peer could take, and the seconds before the next try, the first time and at
-most; doubles."""
-
-STALL_S = 100.0
-"""Seconds without a finished microbatch after which a measurement is given up. It, and ``LONGEST_S`` for any measurement, are
-checked every ``STALL_S``, and end long before any peer gives up the step (``core.waiting``)."""
+TRIES = 5
+"""Tries of a held-out microbatch that no peer could take."""
+STALL = 1 / 3
+"""Share of the patience without a finished microbatch after which a measurement is given up, and after which the limit of
+any measurement (``CEILING_S``) is checked: both end long before any peer gives up the step (``core.waiting``)."""
 
 
 class Heldout(Protocol):
@@ -106,7 +104,8 @@ class Validator:
         return math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.inf
 
     async def _measured(self, source: Heldout) -> float:
-        """Returns the mean loss [nats/token]. Raises MuletrainError, also after a stall or a timeout."""
+        """Returns the mean loss [nats/token]. Raises MuletrainError, also after a stall or a timeout. Ends within
+        ``STALL * PATIENCE_S`` without a microbatch, or ``CEILING_S``."""
         clock, indices = self._ctx.clock, iter(range(len(source)))
         begun_s = clock.now()
         running = {asyncio.create_task(self._work_off(indices, source)) for _ in range(self._window)}
@@ -115,11 +114,11 @@ class Validator:
             while running:
                 try:
                     waiting = asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                    done, running = await clock.deadline(waiting, STALL_S, "a held-out microbatch")
+                    done, running = await clock.deadline(waiting, STALL * PATIENCE_S, "a held-out microbatch")
                     for task in done:
                         task.result()
                 except DeadlineExceeded:
-                    if len(self._sums) == through or clock.now() - begun_s > LONGEST_S:
+                    if len(self._sums) == through or clock.now() - begun_s > CEILING_S:
                         raise
                 through = len(self._sums)
         finally:
@@ -151,6 +150,6 @@ class Validator:
                 return counted * (await self._dispatcher.request(request, (), tensors, gradient=False)).loss
             except StageLost as e:  # the stage's peers may be at the previous step, or dead without our knowledge
                 lost = e
-                await self._ctx.clock.sleep(backoff_s(attempt, PAUSE_S, PAUSE_MAX_S))
+                await self._ctx.clock.sleep(pause_s(attempt))
                 self._dispatcher.refresh()
         raise lost

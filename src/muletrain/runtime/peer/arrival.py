@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
 from muletrain.events import StateKept, StateMissed
-from muletrain.policy.deadline import backoff_s
 from muletrain.policy.fork_choice import Chain, forked_at, gives_way
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
-from muletrain.runtime.core.times import PAUSE_MAX_S, PAUSE_S
+from muletrain.runtime.core.times import pause_s
 from muletrain.runtime.peer.messages import Away, Back
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class Arrival:
                 if attempt % 2 and (attempt == TRIES - 1 or await self._receiver.has_donor(acceptable)):
                     ctx.emit(StateMissed(reason=str(e)))
                     return await self._take_state(acceptable)
-            await ctx.clock.sleep(backoff_s(attempt, PAUSE_S, PAUSE_MAX_S))
+            await ctx.clock.sleep(pause_s(attempt))
         await self._runner.rejoin(Chain(back.step, (back.lineage,)))
         self._life.to(State.TRAINING)
         self.say_back()
@@ -130,7 +129,7 @@ class Arrival:
     async def _stay(self, why: Behind) -> None:
         self._ctx.emit(StateKept(reason=str(why)))
         await self._let_go()
-        await self._ctx.clock.sleep(backoff_s(self._stays, PAUSE_S, PAUSE_MAX_S))
+        await self._ctx.clock.sleep(pause_s(self._stays))
         self._stays += 1
         await self._runner.rejoin(self._position.chain)
         self.say_back()

@@ -7,8 +7,8 @@ import itertools
 from typing import TYPE_CHECKING
 
 from muletrain.errors import NetworkError
-from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.checkpoint.store import Key
+from muletrain.runtime.core.times import GONE_S, PAUSE_MAX_S, pause_s
 from muletrain.runtime.peer.messages import Finished
 
 if TYPE_CHECKING:
@@ -18,15 +18,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.runner import StepRunner
 
-WEIGH_S = 0.1
-"""Seconds between two checks whether the news of the end can be trusted; doubles."""
 LATE = b"late"
 """Answer to ``Finished`` of a peer that has not applied the last step."""
-LATE_S, LATE_MAX_S = 60.0, 2.0
-"""Seconds for which a peer waits at the end for a late replica, and most seconds between two questions."""
-OFFER_S = 20.0
-"""Seconds after which every replica offers its stage's part of the last checkpoint, if the writer's is missing; and
-between two offers."""
 
 
 class Ending:
@@ -46,7 +39,8 @@ class Ending:
         return self._finished.done()
 
     async def finish(self) -> bool:
-        """Wait for the last checkpoint. Returns False if the checkpoint could not be written."""
+        """Wait for the last checkpoint. Returns False if the checkpoint could not be written. Ends after
+        ``checkpoint/checkpointing.over``, or ``peer/ending._weigh`` of another peer's word."""
         ctx, key = self._ctx, Key(self._position.step, self._position.applied)
         if ctx.roster.coordinator() is None and not self._finished.done():  # others may have told us before
             self._finished.set_result(True)
@@ -64,12 +58,13 @@ class Ending:
         return written
 
     async def _wait_for(self, replica: PeerId, written: bool) -> None:
-        """Stay until ``replica``, which missed the last step, has taken the step's gradient or the state from us."""
-        until = self._ctx.clock.now() + LATE_S
+        """Stay until ``replica``, which missed the last step, has taken the step's gradient or the state from us. Ends
+        within ``GONE_S``."""
+        until = self._ctx.clock.now() + GONE_S
         for tries in itertools.count():
             if self._ctx.clock.now() > until or not await self._dismiss(replica, written):
                 return
-            await self._ctx.clock.sleep(backoff_s(tries, WEIGH_S, LATE_MAX_S))
+            await self._ctx.clock.sleep(pause_s(tries))
 
     async def _hear_of_end(self, key: Key) -> None:
         written = await self._checkpointing.ended(key)
@@ -77,9 +72,10 @@ class Ending:
             self._finished.set_result(written)
 
     async def _offer_last(self, key: Key) -> None:
-        """Offer our stage's part again: the writer may have died, or its message was lost."""
+        """Offer our stage's part again: the writer may have died, or its message was lost. Ends after
+        ``checkpoint/checkpointing.over``."""
         while not self._finished.done():
-            await self._ctx.clock.sleep(OFFER_S)
+            await self._ctx.clock.sleep(PAUSE_MAX_S)
             parts = self._checkpointing
             if parts.wants(key) and (state := await parts.copy(key)) is not None:
                 await parts.write(key, state)
@@ -106,7 +102,8 @@ class Ending:
     async def _weigh(self, sender: PeerId, written: bool) -> None:
         """Once we have applied the last step, believe the coordinator, or another peer if the coordinator is gone. If
         we coordinate now, believe ``sender`` only when no other peer is left: an earlier coordinator may have ended the
-        run."""
+        run. Ends after ``step/runner.run`` of the last step, and the first coordinator's
+        ``checkpoint/checkpointing.over`` or end."""
         roster, me = self._ctx.roster, self._ctx.net.peer_id
         first = roster.coordinator()
         for tries in itertools.count():
@@ -119,4 +116,4 @@ class Ending:
                 waits = first is not None and now is not None and now.id == first.id != sender
             if self._position.life.done and not waits:
                 return self._finished.set_result(written)
-            await self._ctx.clock.sleep(backoff_s(tries, WEIGH_S, OFFER_S))
+            await self._ctx.clock.sleep(pause_s(tries))

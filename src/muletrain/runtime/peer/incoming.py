@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import Malformed, MuletrainError, ProtocolError
-from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
+from muletrain.runtime.core.times import pause_s
 from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.row import Abstain, Counts, RoundEntry, Row, Seal, Sync, TiedEntry
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
@@ -119,9 +119,8 @@ def _bytes(frame: Frame) -> int:
     return sum(t.nbytes for t in frame.tensors)
 
 
-BREAK_TRIES, BREAK_S, BREAK_MAX_S = 5, 0.5, 8.0
-"""Most probes of a peer after a broken stream, and first and longest pause between two probes [s]; the pause
-doubles."""
+BREAK_TRIES = 7
+"""Most probes of a peer after a broken stream."""
 STEP_KINDS: dict[str, type[Message]] = {
     m.KIND: m
     for m in (
@@ -304,7 +303,7 @@ class Incoming:
 
     async def _after_break(self, peer: PeerId) -> None:
         """Frames on the stream are lost. Once ``peer`` answers, ask at once for all awaited answers; again if another
-        stream ended meanwhile."""
+        stream ended meanwhile. Ends within ``BREAK_TRIES`` probes after the last break."""
         ctx, at, tries = self._ctx, self._position, 0
         while tries < BREAK_TRIES:
             breaks = self._breaks[peer]
@@ -312,7 +311,7 @@ class Incoming:
                 self._microbatches.on_broken(peer)
                 ctx.news.hurry()
                 tries = BREAK_TRIES
-            await ctx.clock.sleep(backoff_s(tries % BREAK_TRIES, BREAK_S, BREAK_MAX_S))
+            await ctx.clock.sleep(pause_s(tries % BREAK_TRIES))
             tries = tries + 1 if breaks == self._breaks[peer] else 0
         del self._breaks[peer]
 

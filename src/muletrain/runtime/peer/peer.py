@@ -13,6 +13,7 @@ from muletrain.policy.deadline import RECENT
 from muletrain.runtime.checkpoint.checkpointing import Checkpointing, PartWriter
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.lifecycle import Lifecycle, State
+from muletrain.runtime.core.times import AGAIN_S
 from muletrain.runtime.members.leaving import Departure
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.rebalancing import Rebalancer
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.recovery.messages import StepBack
     from muletrain.runtime.step.record import StepRecord
     from muletrain.runtime.transfer.tokens import Sharing
-
-FAREWELL_S = 5.0
-"""Seconds, at most, for the last announcement of a peer that leaves."""
 
 
 class Memory(NamedTuple):
@@ -119,7 +117,8 @@ class Peer:
 
     async def run(self) -> bool:
         """Train to the end, or until a member asks to stop, and write the last checkpoint. Returns False if the
-        checkpoint could not be written. Raises the error of any actor that could not recover."""
+        checkpoint could not be written. Raises the error of any actor that could not recover. Ends after
+        ``step/runner.run`` of each step, and ``peer/ending.finish``."""
         main = asyncio.create_task(self._train(), name="train")
         self._ctx.spawn(Watchdog(self._ctx).run(), "watchdog")
         try:
@@ -160,7 +159,7 @@ class Peer:
         announcing.cancel()
         if self.left and self.destination is None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FAREWELL_S):
+                async with asyncio.timeout(AGAIN_S):
                     await self._announce(left=True)
         return written
 
@@ -291,6 +290,7 @@ class Peer:
         await self._incoming.redeliver()
 
     async def _announce_often(self) -> None:
+        """Ends when cancelled."""
         while True:
             await self._announce(left=False)
             await self._ctx.clock.sleep(ANNOUNCE_S)

@@ -26,7 +26,7 @@ from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import ForkKept, LineageLeft
 from muletrain.policy.fork_choice import forked_at, gives_way
 from muletrain.policy.recent import Recent
-from muletrain.runtime.core.times import AGAIN_S, STALLED_S
+from muletrain.runtime.core.times import AGAIN_S, GONE_S, LOOK_S
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
 
@@ -38,18 +38,11 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.donor import Receiver
     from muletrain.runtime.transfer.messages import Snapshot
 
-JUDGE_S = 1.0
-"""Seconds between two judgements of histories that the same peer sends."""
-CALL_S = 10.0
-"""Seconds for a peer to tell its history or promise to stay."""
-STAY_S = 15.0
-"""Seconds for which a promise to stay holds: longer than the caller waits for all answers."""
+ASK, STAY = 2, 3
+"""Multiples of ``AGAIN_S`` for a peer to tell its history or promise to stay, and for which that promise holds: longer than
+the caller waits for all answers."""
 ROUNDS = 5
 """Number of times that replicas of the winning side are asked for states."""
-
-
-class Stays(MuletrainError):
-    """This peer does not go over after all."""
 
 
 class GivesWay(Behind):
@@ -92,7 +85,7 @@ class Forks:
     async def _exchange(self, peer: PeerId) -> None:
         ask = History.of(self._position.chain).pack()
         try:
-            answer = History.unpack(await self._ctx.net.call(peer, History.KIND, ask, timeout_s=CALL_S))
+            answer = History.unpack(await self._ctx.net.call(peer, History.KIND, ask, timeout_s=ASK * AGAIN_S))
         except NetworkError as e:
             self._ctx.detector.mark_down(peer, e.why)
         else:
@@ -100,7 +93,7 @@ class Forks:
 
     async def _on_history(self, sender: PeerId, payload: bytes) -> bytes:
         chain, now = History.unpack(payload).chain, self._ctx.clock.now()
-        if now - self._judged.get(sender, float("-inf")) >= JUDGE_S:  # each time all peers are asked
+        if now - self._judged.get(sender, float("-inf")) >= LOOK_S:  # each time all peers are asked
             self._judged[sender] = now
             self._ctx.spawn(self._judge(sender, chain), "rival")
         return History.of(self._position.chain).pack()
@@ -134,7 +127,7 @@ class Forks:
     def _stalled(self) -> bool:
         roster, position = self._ctx.roster, self._position
         covered = all(map(roster.stage, self._all)) and roster.trainers()
-        return not covered and self._ctx.clock.now() - position.begun > STALLED_S
+        return not covered and self._ctx.clock.now() - position.begun > GONE_S
 
     async def goes_on(self, peer: PeerId) -> bool:
         """``peer`` is on a later branch, since its side rolled back. Returns True if every stage of our side has a
@@ -179,7 +172,7 @@ class Forks:
 
         async def stays(peer: PeerId) -> Stay | None:
             try:
-                answer = Stay.unpack(await ctx.net.call(peer, AskStay.KIND, ask, timeout_s=CALL_S))
+                answer = Stay.unpack(await ctx.net.call(peer, AskStay.KIND, ask, timeout_s=ASK * AGAIN_S))
             except ProtocolError as e:
                 ctx.refused(peer, str(e))
             except NetworkError:
@@ -198,7 +191,7 @@ class Forks:
             not (self._going or position.away or self._ctx.tasks.closed) and position.chain.at(ask.step) == ask.lineage
         )
         if stays and ask.promise:
-            self._promised = self._ctx.clock.now() + STAY_S
+            self._promised = self._ctx.clock.now() + STAY * AGAIN_S
         return Stay(stays=stays, stage=own.stage, trainer=own.trainer).pack()
 
     async def go_over(self) -> Snapshot | None:
@@ -215,9 +208,9 @@ class Forks:
             self._going = True
             theirs = await self._stay(own, offer.chain, stalled=stalled, promise=True)
             if ctx.clock.now() < self._promised:
-                raise Stays("another peer counts on this one")
+                raise MuletrainError("another peer counts on this one")
             if theirs is None or not self._whole(theirs):
-                raise Stays("the others' history does not stay, or not every stage of it can be reached")
+                raise MuletrainError("the others' history does not stay, or not every stage of it can be reached")
 
         try:
             snapshot = await self._receiver.fetch(acceptable, after=own.step, rounds=ROUNDS, confirm=confirm)

@@ -23,7 +23,7 @@ from muletrain.policy.recent import Recent
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of, count_of
 from muletrain.runtime.core.lifecycle import State
-from muletrain.runtime.core.times import AGAIN_S
+from muletrain.runtime.core.times import AGAIN_S, LOOK_S, PATIENCE_S
 from muletrain.runtime.recovery.messages import MAX_PARTS, AskStanding, AskStepBack, HeldPart, StandsAt, StepBack
 
 if TYPE_CHECKING:
@@ -35,11 +35,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.recovery.forks import Forks
 
-LOOK_S = 1.0
-"""Seconds between two checks for stages without peers, and between two considered orders of the same peer."""
-REACHED_S = 300.0
-"""Most seconds for which adoption waits because other peers claim to reach the stage: the claims may be wrong, or
-lies."""
 JOIN_S = 900.0
 """Seconds for which a run waits for a machine to join a stage that no peer can adopt."""
 
@@ -99,7 +94,7 @@ class Rollback:
         return Key(self._position.step, self._position.applied)
 
     async def watch(self) -> None:
-        """Look until cancelled: have a stage adopted that is without peers for long, and wait for a trainer."""
+        """Have a stage adopted that is without peers for long, and wait for a trainer. Ends when cancelled."""
         ctx, since, since_trainer, trainers = self._ctx, dict[int, float](), math.inf, 0
         while True:
             await ctx.clock.sleep(LOOK_S)
@@ -155,7 +150,7 @@ class Rollback:
             if stands.has_state:
                 ctx.detector.mark_back(peer)
         coming = {s.stage for s in here.values() if (s.has_state or s.state is State.ROLLED_BACK)}
-        coming |= {s for s, for_s in lacking_s.items() if for_s < REACHED_S and self._fed(s, here)}
+        coming |= {s for s, for_s in lacking_s.items() if for_s < PATIENCE_S and self._fed(s, here)}
         lost = tuple(s for s in range(ctx.plan.stages) if s not in coming)
         if not lost or self.ordered.done() or self._learning:
             return

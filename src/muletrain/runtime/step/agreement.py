@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from muletrain.events import LeftBehind
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.averaging.rounds import Round
-from muletrain.runtime.core.times import STALLED_S
+from muletrain.runtime.core.times import AGAIN_S, ENDLESS, GONE_S
 from muletrain.runtime.members.row import Seal
 from muletrain.runtime.step import audit
 from muletrain.runtime.step.record import round_id
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.state import StepState
 
 OF_PATIENCE = 0.75
-"""Share of our patience after which a silent replica is overdue at the latest. After the whole patience we would give
-up."""
-LOOKING_S = 3000.0
-"""Longest time that we look on, since reports may be lies [s]."""
+"""Share of our patience after which a silent replica is overdue at the latest, and after which we look on no longer. After
+the whole patience we would give up."""
 
 
 class RoundAgreement:
@@ -110,7 +108,7 @@ class RoundAgreement:
 
     async def _announce(self, attempt: int, weights: bytes) -> dict[PeerId, Seal] | None:
         """Seal, and collect the seals of the members that we count on. None unless all members count on the same
-        members."""
+        members. Ends after ``step/reruns.drained`` of these members, or within a usual step (``_overdue``)."""
         ctx, state, me = self._ctx, self._state, self._ctx.net.peer_id
         seal = await self._seal(attempt, weights)
         others = [m for m in seal.members if m != me]
@@ -191,13 +189,13 @@ class RoundAgreement:
     def _overdue(self, since: float) -> bool:
         """Have the awaited replicas had their time since ``since``? Yes, if no replica has made progress for as long as
         steps take; and after the time of a full queue, since reports may be lies."""
-        usual_s, waits, clock = max(STALLED_S, self._deadlines.step.seconds()), self._waits, self._ctx.clock
+        usual_s, waits, clock = max(GONE_S, self._deadlines.step.seconds()), self._waits, self._ctx.clock
         quiet = waits.quiet_s(since) >= min(usual_s, OF_PATIENCE * self._ctx.news.patience_s)
         return quiet or clock.now() - since >= max(usual_s, self._ctx.queue_s())
 
     async def look_on(self) -> None:
-        """Abstain while other replicas run our part again. Ends when these replicas are lost, count on us again, or get
-        nowhere: then we stop waiting. Waiting raises when another replica holds a round."""
+        """Abstain while other replicas run our part again. Ends within ``_overdue`` after their last progress; earlier if
+        these replicas are lost or count on us again. Waiting raises when another replica holds a round."""
         self._ctx.emit(LeftBehind(step=self._state.step + 1))
         self._exchange.abstain()
         await self._reruns.drained()
@@ -205,7 +203,7 @@ class RoundAgreement:
         self._ledger.seal()  # accept nothing until the next announcement
 
         clock, since, microbatches, moved = self._ctx.clock, self._ctx.clock.now(), 0, 0
-        last_s = since + LOOKING_S
+        last_s = since + OF_PATIENCE * ENDLESS * self._ctx.news.patience_s  # reports may be lies
 
         async def ask() -> None:
             nonlocal since, microbatches, moved
@@ -222,7 +220,7 @@ class RoundAgreement:
 
         await self._waits.until(
             lambda: not self._company.yields(self._company.members()) or stalled(),
-            Deadline(5.0, 5.0),
+            Deadline(AGAIN_S, AGAIN_S),
             "replicas that go on without this peer",
             ask,
         )

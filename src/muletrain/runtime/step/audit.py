@@ -23,6 +23,7 @@ from muletrain.events import GradientStandsOut, InputsNotFinite, ResultsDiffer
 from muletrain.optim.sketch import packed, sketch, unpacked
 from muletrain.policy.cover import resolve
 from muletrain.policy.outliers import Sum, alike, outlying
+from muletrain.runtime.core.times import LOOK_S
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -41,8 +42,6 @@ MAX_OFFENCES, OFFENCE_STEPS = 2, 1000
 luck: a flipped bit, or wrong inputs."""
 MAX_EXPELLED = 64
 """Members that one seal can accuse, or one round can expel."""
-HEARD_S = 0.5
-"""Seconds that an expelled peer waits before the end: replicas need the peer's seal, too, before news of the end."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class Audit:
     async def leave_if_faulty(self, expelled: Iterable[PeerId]) -> None:
         """Raises Expelled if this peer is ``expelled``, or is faulty and its stage has other replicas."""
         if self.me in expelled or (self.is_faulty(self.me) and self._ctx.roster.needs_us() is None):
-            await self._ctx.clock.sleep(HEARD_S)
+            await self._ctx.clock.sleep(LOOK_S)  # replicas need this peer's seal before news of the end
             raise computes_falsely(self._state.step)
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.row import Seal
     from muletrain.runtime.step.state import StepState
 
-SPEAKS_S = 3.0
-"""Seconds without a sign of life, after which a replica that is down no longer counts as going on."""
+SPEAKS = 2
+"""Deadlines of a probe without a sign of life, after which a replica that is down no longer counts as going on."""
 MAX_UNTRUE = 2
 """False statements after which a replica is left out of the step: claims of microbatches that the replica lacks, or of
 a step that is not its own."""
@@ -135,7 +135,7 @@ class Company:
         roster, detector = self._ctx.roster, self._ctx.detector
 
         def heard(member: PeerId) -> bool:
-            speaks = detector.silent_s(member) < SPEAKS_S
+            speaks = detector.silent_s(member) < SPEAKS * detector.deadline.seconds()
             return roster.is_alive(member) or (speaks and not roster.declines(member))
 
         known = {m: GroupView(s.attempt, s.members) for m, s in self._state.seals.items() if heard(m)}

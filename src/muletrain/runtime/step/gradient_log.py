@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from muletrain.network.base import Channel
-from muletrain.runtime.core.times import KEPT_S
+from muletrain.runtime.core.times import GONE_S
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
@@ -89,7 +89,7 @@ class GradientLog:
         past.append(_Past(builder.step, builder.lineage, record, gradient.entry, gradient, other))
         self._current = {False: [], True: []}
         now = self._ctx.clock.now()
-        self._followers = {p: f for p, f in self._followers.items() if now - f[1] < KEPT_S}
+        self._followers = {p: f for p, f in self._followers.items() if now - f[1] < GONE_S}
         needed = min((step for step, _ in self._followers.values()), default=builder.step)
         while len(past) > 1 and (past[0].step < needed or len(past) > MAX_STEPS or self._excess()):
             past.popleft()

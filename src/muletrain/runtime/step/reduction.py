@@ -100,7 +100,9 @@ class Reduction:
 
     async def hold(self, weights: bytes) -> MeanGradient:
         """Get our stage's mean gradient by a reduction with the other replicas, or from a holder. ``weights``: digest
-        of the weights used for the gradient. Raises Behind and MuletrainError."""
+        of the weights used for the gradient. Raises Behind and MuletrainError. Ends after ``microbatch/trainer._run``
+        of all trainers, then ``step/reruns._run``, ``step/agreement._announce`` and ``averaging/averager._chunk`` of
+        this stage."""
         if self._state.gradient is not None:
             await self._begin_ahead()
             return self._state.gradient

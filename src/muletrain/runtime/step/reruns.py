@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, MuletrainError
 from muletrain.events import MicrobatchesRerun
-from muletrain.policy.deadline import Deadline, Usual, backoff_s
+from muletrain.policy.deadline import Deadline, Usual
 from muletrain.runtime.averaging.rounds import usual_round
+from muletrain.runtime.core.times import GONE_S, PAUSE_S, pause_s
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.microbatch.messages import Gap
 from muletrain.runtime.microbatch.position import Behind
@@ -29,11 +30,9 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.exchange import Exchange
     from muletrain.runtime.step.state import StepState
 
-AGAIN_S = 30.0
-"""Longest time before trainers are told of missing microbatches again [s]."""
-PAUSE_S, FILLED_MAX_S, OF_WAIT = 0.05, 0.2, 0.02
-"""Seconds between two questions to the replicas whether the gaps are filled, at first and at most, because all replicas
-wait for that. Or a share of the time waited, if more, so that a slow stage is not asked thousands of times."""
+OF_WAIT = 0.02
+"""Share of the time waited that passes between two questions to the replicas whether the gaps are filled, so that a slow
+stage is not asked thousands of times. At first the pause is short, because all replicas wait for that."""
 
 
 @dataclass
@@ -75,7 +74,7 @@ class Reruns:
 
     async def drained(self, work: InFlightStep | None = None) -> None:
         """Wait until no microbatch of the step (or of ``work``) is being accumulated, however long our device works on
-        earlier microbatches."""
+        earlier microbatches. Ends after ``microbatch/pending.answer_of``."""
         ledger, ctx = self._ledger if work is None else work.ledger, self._ctx
 
         async def look() -> None:
@@ -123,7 +122,8 @@ class Reruns:
 
     async def _filled(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...], begin: float) -> None:
         """Wait until no replica misses the gaps, by each replica's own ledger. A replica that announced another attempt
-        found the gaps filled, or its company has changed: then we try again, too."""
+        found the gaps filled, or its company has changed: then we try again, too. Ends within the deadline of
+        ``step/reruns._run``, which asks again."""
         ctx, state = self._ctx, self._state
         assert state.announced is not None  # the gaps follow from our seal
         for pause in itertools.count():
@@ -157,20 +157,21 @@ class Reruns:
     async def _pause(self, times: int, waited_s: float) -> None:
         """Pause before the next question. Raises LeftOut: replicas that go on without us may hold the microbatches."""
         self._company.check()
-        await self._ctx.clock.sleep(backoff_s(times, PAUSE_S, max(FILLED_MAX_S, OF_WAIT * waited_s)))
+        await self._ctx.clock.sleep(pause_s(times, max(2 * PAUSE_S, OF_WAIT * waited_s)))
 
     async def _run(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
         """Have the trainers run ``gaps`` for this stage alone, until all are filled. Raises MuletrainError when the
         gaps are never filled; Behind and LeftOut. Repeat the request to the responsible trainers, as their view may
         have changed. Further trainers would begin the same work, so their turn comes only when no peer works on the
-        gaps any more, or when none was filled for as long as a full queue takes."""
+        gaps any more, or when none was filled for as long as a full queue takes. Ends after
+        ``microbatch/dispatcher._from`` and ``microbatch/survey.still_missing`` of a trainer, which repairs the gaps."""
         ctx, begin = self._ctx, self._ctx.clock.now()
         self._filled_most, turn, filled, since_s = 0, 0, 0, begin
         for tries in itertools.count(1):
             await self._tell_trainers(
                 gaps - self._ledger.accumulated, turn=turn, without=self._company.without(left_out)
             )
-            limit_s = min(self._deadlines.step.seconds(tries - 1), AGAIN_S)
+            limit_s = self._deadlines.step.seconds(tries - 1, longest_s=GONE_S / 2)
             due_s = ctx.clock.now() + limit_s
             try:
                 return await ctx.clock.deadline(

@@ -139,8 +139,8 @@ class StepRunner:
             raise Behind(f"step {step + 1}: the replicas have another history", weights_hold=False)
 
     async def run(self) -> StepRecord:
-        """Run the step until its update is applied. Raises Behind, and MuletrainError if the step cannot be
-        completed."""
+        """Run the step until its update is applied. Raises Behind, and MuletrainError if the step cannot be completed.
+        Ends after ``step/reduction.hold`` at a replica of each stage."""
         gradient = await self._reduction.hold(self._weights)
         builder, begin = self.state.builder, self._ctx.clock.now()
         await self._waits.until(

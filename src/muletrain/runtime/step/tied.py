@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muletrain.optim.tied import product
-from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.averaging.mean_gradient import fetch_tied
-from muletrain.runtime.core.times import PAUSE_MAX_S, PAUSE_S
+from muletrain.runtime.core.times import pause_s
 from muletrain.runtime.members.row import TiedEntry
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class TiedSum:
         ctx, state = self._ctx, self._state
         if not self._has(theirs) and not await self.take(theirs):
             self._failed += 1
-            await ctx.clock.sleep(backoff_s(self._failed - 1, PAUSE_S, PAUSE_MAX_S))
+            await ctx.clock.sleep(pause_s(self._failed - 1))
         elif (other := state.other) is not None and (tied := self._tied) is not None:
             found = await ctx.compute.offload(lambda: product(tied.part(own.values, self._own), other.values))
             first, second = sorted((own.for_record, theirs), key=lambda entry: entry.stage)

@@ -29,9 +29,9 @@ from muletrain.errors import (
     Refused,
 )
 from muletrain.locks import Lock, lock
-from muletrain.policy.deadline import backoff_s
+from muletrain.policy.deadline import CEILING_S
 from muletrain.runtime.core.disk import Disk, check_room
-from muletrain.runtime.core.times import CALL_S, LONGEST_S
+from muletrain.runtime.core.times import GONE_S, pause_s
 from muletrain.runtime.transfer.blocks import DTYPES, LANES, Manifest, StateImage, block_size
 from muletrain.runtime.transfer.messages import MAX_RUN, AskBase, BaseBlock
 from muletrain.runtime.transfer.tokens import FilePartial
@@ -56,16 +56,8 @@ WAITING = 2 * MAX_RUN
 """Most blocks that wait for one taker."""
 TIMES = 4
 """Number of times that one taker may have a part from one giver: links break."""
-SEND_S = 60.0
-"""Seconds for a taker to take a block."""
-STALLED_S = 120.0
-"""Seconds without a block from one giver, after which the taker asks other givers for its blocks."""
-PAUSE_S, PAUSE_MAX_S = 1.0, 20.0
-"""Seconds between two rounds of questions, at first and at most; doubles."""
 BYTES_PER_S = 2.5e6
 """At which weights come before any have come: 20 Mb/s, as in a home."""
-TOLD_S = 60.0
-"""Seconds between two remarks about what is still to come."""
 BUSY = "this peer gives the base to others now; ask again later"
 """The refusal of a giver with ``TAKERS`` takers. The taker waits for its turn."""
 
@@ -297,7 +289,7 @@ class BaseGiver:
                 content = await self._tasks.aside(_read, copy, begin, end)
                 message = BaseBlock(digest=copy.digest, block=block)
                 frame = message.frame([Encoded(RAW, (end - begin,), [memoryview(content)])])
-                await self._net.send(taker, frame, channel=message.CHANNEL, timeout_s=SEND_S)
+                await self._net.send(taker, frame, channel=message.CHANNEL, timeout_s=GONE_S)
                 queue.popleft()
                 self._heard(taker)
         except NetworkError:  # a live taker asks again
@@ -367,11 +359,12 @@ class BaseTaker:
         return sum(self.store.size(part) for part in parts if not self.store.has(part)) / self._bytes_per_s
 
     async def _fetch(self, part: int, known: Callable[[], Sequence[PeerId]]) -> None:
-        """Take a part into the cache. Raises PeerUnreachable, CapacityError and OSError."""
+        """Take a part into the cache. Raises PeerUnreachable, CapacityError and OSError. Ends within ``CEILING_S``
+        without a block."""
         self._came, tries, bad = self.clock.now(), 0, set[str]()
         partial: FilePartial | None = None
         try:
-            while self.clock.now() - self._came <= LONGEST_S:
+            while self.clock.now() - self._came <= CEILING_S:
                 everyone = [p for p in dict.fromkeys(known()) if p != self.net.peer_id]
                 if not everyone:  # a founder, before others come to it
                     break
@@ -392,7 +385,7 @@ class BaseTaker:
                 elif await self.tasks.aside(self.store.part, part) is not None:
                     return  # another process of this machine has taken it
                 tries += 1
-                await self.clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
+                await self.clock.sleep(pause_s(tries))
         finally:
             if partial is not None:
                 os.close(partial.file)
@@ -406,7 +399,7 @@ class BaseTaker:
         digest = self.store.digests[part]
         for giver in givers:
             try:
-                packed = await self.net.call(giver, AskBase.KIND, AskBase(digest=digest).pack(), timeout_s=CALL_S)
+                packed = await self.net.call(giver, AskBase.KIND, AskBase(digest=digest).pack(), timeout_s=GONE_S)
                 if blake3(packed).digest() != digest:
                     continue
                 manifest = Manifest.unpack(packed)
@@ -431,15 +424,15 @@ class BaseTaker:
     def _comes(self, size: int) -> None:
         """Count bytes that are here now, and tell people now and then what is still to come."""
         self._left = max(0, self._left - size)
-        if self._left and self.clock.now() - self._told >= TOLD_S:
+        if self._left and self.clock.now() - self._told >= GONE_S:
             self._told = self.clock.now()
             self.tell(f"{format_memory(self._left)} of the model's weights are not here: they come from other peers")
 
     async def _lane(
         self, partial: FilePartial, giver: PeerId, queue: deque[int], good: list[PeerId], bad: set[PeerId]
     ) -> None:
-        """Take blocks from one giver while there are any. A giver that fails is no longer ``good``, and asked again later;
-        one that gives wrong blocks is ``bad``."""
+        """Take blocks from one giver while there are any. A giver that fails is no longer ``good``, and asked again
+        later; one that gives wrong blocks is ``bad``. Ends within ``GONE_S`` without a block."""
         while queue and partial.problem is None:
             share = -(-len(queue) // (LANES * max(1, len(good))))  # every giver sends a part
             run = [queue.popleft() for _ in range(min(MAX_RUN, share))]
@@ -449,9 +442,9 @@ class BaseTaker:
                 self._waiting[giver, partial.digest, k] = end - begin, future
             try:
                 ask = AskBase(digest=partial.digest, blocks=tuple(run))
-                await self.net.call(giver, AskBase.KIND, ask.pack(), timeout_s=CALL_S)
+                await self.net.call(giver, AskBase.KIND, ask.pack(), timeout_s=GONE_S)
                 for k, future in futures.items():
-                    content = await self.clock.deadline(future, STALLED_S, f"block {k} of the base")
+                    content = await self.clock.deadline(future, GONE_S, f"block {k} of the base")
                     if await self.tasks.aside(_digest, content) != partial.manifest.digest(k):
                         bad.add(giver)
                         return _remove(good, giver)

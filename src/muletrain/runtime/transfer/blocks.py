@@ -25,9 +25,9 @@ from pydantic import Field
 
 from muletrain.errors import DeadlineExceeded, Malformed, NetworkError, PeerUnreachable, ProtocolError, Refused
 from muletrain.network.base import Channel
-from muletrain.policy.deadline import Deadline
+from muletrain.policy.deadline import CEILING_S, Deadline
 from muletrain.runtime.core.messages import Message, Natural, Text
-from muletrain.runtime.core.times import CALL_S, LONGEST_S
+from muletrain.runtime.core.times import AGAIN_S, GONE_S, PAUSE_S
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskManifest, Block
 from muletrain.wire.codec import MAX_DIMENSIONS, RAW, Encoded, decode_raw
@@ -50,8 +50,6 @@ LANES = 2
 """Calls in progress with one donor: while one run of blocks arrives, the next is requested."""
 HASHED_AT_ONCE = 16 << 20
 """Bytes hashed in one job: quantising shares the thread and must not wait long."""
-LOOK_S = 0.1
-"""Shortest pause between two checks for new blocks [s]."""
 _TYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
 
@@ -218,7 +216,7 @@ class Downloader:
     """Takes copies: asks donors for manifests and blocks, and verifies both."""
 
     ctx: Context
-    deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=60.0, floor_s=5.0))
+    deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=GONE_S, floor_s=AGAIN_S))
     """Seconds between two blocks, from any donor: donors share our link."""
     _waiting: dict[tuple[PeerId, bytes, int], _Expected] = field(default_factory=dict)
     _largest: int = BLOCK
@@ -256,7 +254,7 @@ class Downloader:
         ctx, ask = self.ctx, AskManifest(digest=digest).pack()
         for donor in donors:
             try:
-                packed = await ctx.net.call(donor, AskManifest.KIND, ask, timeout_s=CALL_S)
+                packed = await ctx.net.call(donor, AskManifest.KIND, ask, timeout_s=GONE_S)
             except Refused:  # the donor answers, so the donor is well
                 continue
             except NetworkError as e:
@@ -315,7 +313,7 @@ class Downloader:
                 async def ask(first: asyncio.Future[None]) -> None:
                     blocks = tuple(k for k, block in expected.items() if not block.whole.done())
                     packed = AskBlocks(digest=partial.digest, blocks=blocks).pack()
-                    await unless_done(first, ctx.net.call(donor, AskBlocks.KIND, packed, timeout_s=CALL_S))
+                    await unless_done(first, ctx.net.call(donor, AskBlocks.KIND, packed, timeout_s=GONE_S))
 
                 await ask(expected[run[0]].whole)
                 for k, block in expected.items():
@@ -338,7 +336,7 @@ class Downloader:
     ) -> None:
         """Wait for one block. A slow link is no reason to give up while blocks arrive, nor while the only donor lives:
         the donor may have more urgent traffic, or have sent the block over a link that broke, and is asked again.
-        Raises DeadlineExceeded."""
+        Raises DeadlineExceeded. Ends within ``CEILING_S`` without a block."""
         clock, begin = self.ctx.clock, self.ctx.clock.now()
         asked = 1
         while True:
@@ -346,15 +344,15 @@ class Downloader:
             waited_s = clock.now() - since
             limit_s, again_s = self.deadline.seconds(self._breaks), self.deadline.seconds(self._breaks + asked)
             silent_s = waited_s if len(good) > 1 else min(waited_s, self.ctx.detector.silent_s(donor))
-            if (silent_s >= limit_s or waited_s >= LONGEST_S) and not whole.done():
+            if (silent_s >= limit_s or waited_s >= CEILING_S) and not whole.done():
                 raise DeadlineExceeded(f"{what}: nothing came for {min(waited_s, limit_s):.1f} s")
             if waited_s >= again_s and not whole.done():
                 await ask(whole)
                 asked += 1
                 continue
-            left_s = min(limit_s - silent_s, again_s - waited_s, LONGEST_S - waited_s)
+            left_s = min(limit_s - silent_s, again_s - waited_s, CEILING_S - waited_s)
             try:
-                await clock.deadline(asyncio.shield(whole), max(LOOK_S, left_s), what)
+                await clock.deadline(asyncio.shield(whole), max(PAUSE_S, left_s), what)
             except DeadlineExceeded:
                 continue
             self.deadline.measured(clock.now() - since)

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from muletrain.errors import CheckpointError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError, Refused
 from muletrain.events import TransferFailed
-from muletrain.policy.deadline import backoff_s
 from muletrain.policy.recent import Debts
 from muletrain.runtime.core.branches import branch_of
-from muletrain.runtime.core.times import CALL_S, KEPT_S, PAUSE_MAX_S, PAUSE_S
+from muletrain.runtime.core.times import GONE_S, PAUSE_MAX_S, PAUSE_S, pause_s
 from muletrain.runtime.transfer.blocks import LANES, Download, Downloader, StateImage
 from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskManifest, AskSnapshot, Snapshot
 
@@ -36,8 +35,6 @@ MAX_COPIES = 3
 """Copies kept at once: the newest copy, a copy that a taker is still downloading, and a checkpoint's part."""
 HEADERS = 1 << 16
 """Bytes of a state beside the tensors."""
-BUSY_S = 10.0
-"""Seconds after the last request for a copy, for which the copy counts as being downloaded."""
 MAX_RUNS, ALL_RUNS = 2 * LANES, 256
 """Most waiting runs of blocks, for one taker and for all takers. Runs take turns, so that every taker makes
 progress."""
@@ -47,8 +44,8 @@ MAX_DRAWN = 4096
 """Pairs of taker and copy whose downloads are counted; beyond that, dropped copies are forgotten."""
 COPYING, COPYING_S = 0.1, 20.0
 """Share of our time spent on making copies for one taker, and most such seconds at once."""
-SETTLE_S, SETTLE_TRIES = 0.02, 500
-"""Seconds between two checks whether an update has been applied, and the number of checks."""
+SETTLE_TRIES = 100
+"""Checks whether an update has been applied."""
 ROUNDS = 20
 """Rounds in which a taker asks all donors before giving up."""
 
@@ -161,7 +158,7 @@ class Snapshots:
     def crowded(self) -> bool:
         """Are all slots for copies busy?"""
         now = self._ctx.clock.now()
-        return len(self._kept) >= MAX_COPIES and all(now - k.asked <= BUSY_S for k in self._kept.values())
+        return len(self._kept) >= MAX_COPIES and all(now - k.asked <= PAUSE_MAX_S for k in self._kept.values())
 
     def grant(self, offer: Snapshot, taker: PeerId) -> bytes:
         """Let ``taker`` have that copy, while kept. Returns the answer to the taker."""
@@ -206,7 +203,7 @@ class Snapshots:
                 if position.settled and label == (position.step, position.applied):
                     past = position.chain.lineages[:-1]
                     return await self.offer(ctx.roster.own.stage, *label, state, part=False, over=over, past=past)
-            await ctx.clock.sleep(SETTLE_S)  # an update is being applied
+            await ctx.clock.sleep(PAUSE_S)  # an update is being applied
         raise MuletrainError("no settled state here now: this peer is catching up, too")
 
     def _keep(self, kept: _Kept) -> None:
@@ -217,10 +214,11 @@ class Snapshots:
         self._kept[kept.copy.digest] = kept
 
     async def _drop_unasked(self) -> None:
+        """Ends within ``GONE_S`` after the last request."""
         while self._kept:
-            await self._ctx.clock.sleep(KEPT_S / 2)
+            await self._ctx.clock.sleep(GONE_S / 2)
             now = self._ctx.clock.now()
-            self._kept = {d: k for d, k in self._kept.items() if now - k.asked < KEPT_S}
+            self._kept = {d: k for d, k in self._kept.items() if now - k.asked < GONE_S}
 
     def _asked(self, digest: bytes, taker: PeerId) -> StateImage:
         """The copy ``digest`` for ``taker``. Raises MuletrainError when the copy is not kept for ``taker`` (any
@@ -319,7 +317,7 @@ class Receiver:
                     ctx.emit(TransferFailed(what=f"the state of stage {stage}", reason=str(e)))
                 else:
                     return snapshot
-            await ctx.clock.sleep(backoff_s(round_, PAUSE_S, PAUSE_MAX_S))
+            await ctx.clock.sleep(pause_s(round_))
         raise MuletrainError(f"no replica of stage {stage} gives this peer the stage's state{self._refusal}")
 
     async def _offers(
@@ -331,7 +329,7 @@ class Receiver:
 
     async def _offered(self, donor: PeerId, ask: Message) -> tuple[PeerId, Snapshot] | None:
         try:
-            return donor, Snapshot.unpack(await self._ctx.net.call(donor, ask.KIND, ask.pack(), timeout_s=CALL_S))
+            return donor, Snapshot.unpack(await self._ctx.net.call(donor, ask.KIND, ask.pack(), timeout_s=GONE_S))
         except (NetworkError, ProtocolError) as e:
             if isinstance(ask, AskSnapshot):  # any peer may lack a checkpoint's part
                 self._ctx.emit(TransferFailed(what="a state", reason=str(e), source=self._ctx.roster.name(donor)))

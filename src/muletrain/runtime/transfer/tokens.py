@@ -26,6 +26,7 @@ from muletrain.events import TrainerAdded, TransferFailed
 from muletrain.locks import Lock, lock
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.core.disk import Disk, check_room
+from muletrain.runtime.core.times import AGAIN_S, GONE_S
 from muletrain.runtime.transfer.blocks import PartialDownload, StateImage, block_size
 from muletrain.runtime.transfer.messages import Shared
 from muletrain.units import format_memory
@@ -48,10 +49,6 @@ WANTED = 4
 """Peers that can build microbatches, after which no more peers take the tokens."""
 TAKERS = 2
 """Takers that a giver serves at once; further takers ask again."""
-TAKING_S = 30.0
-"""Seconds after the last request, when a taker counts as gone."""
-LOOK_S, LOOK_MAX_S = 5.0, 60.0
-"""Seconds between two checks whether more peers should have the tokens, and between two tries; doubles."""
 PIECE = 64 << 20
 """Bytes checked in one job of the background thread."""
 
@@ -189,7 +186,7 @@ class Sharing:
         """The copy, for a member. Raises MuletrainError when there is none, or enough other peers take it."""
         ctx.roster.member(taker)
         now = ctx.clock.now()
-        self._takers = {p: asked for p, asked in self._takers.items() if now - asked < TAKING_S}
+        self._takers = {p: asked for p, asked in self._takers.items() if now - asked < GONE_S}
         if self.copy is None or (taker not in self._takers and len(self._takers) >= TAKERS):
             raise MuletrainError("this peer does not give the run's tokens now; ask again later")
         self._takers[taker] = now
@@ -208,7 +205,7 @@ class Sharing:
         """Get the tokens and train, if more trainers are wanted and this peer serves its stage. Ends when cancelled."""
         tries, untold = 0, set[str]()
         while self.source is not None or self.store is not None:
-            await ctx.clock.sleep(backoff_s(tries, LOOK_S, LOOK_MAX_S))
+            await ctx.clock.sleep(backoff_s(tries, AGAIN_S, GONE_S))
             untold = await membership.tell({p for p in untold if ctx.roster.knows(p)})
             if not position.serves or ctx.roster.own.trainer or len(ctx.roster.trainers()) >= self.wanted:
                 tries = 0
