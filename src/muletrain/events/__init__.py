@@ -97,6 +97,7 @@ from muletrain.events.notices import (
     TransferFailed,
     ValidationLeftOut,
     WeightsDiffer,
+    WeightsDoubted,
 )
 
 __all__ = [
@@ -183,6 +184,7 @@ __all__ = [
     "ValidationLeftOut",
     "Waiting",
     "WeightsDiffer",
+    "WeightsDoubted",
     "events_in",
     "read_events",
 ]
