@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
-from muletrain.policy.passes import Pass
+from muletrain.policy.passes import Part, Pass
+from muletrain.runtime.pool.checks import Checks
 from muletrain.runtime.pool.messages import Give, Result
 from muletrain.runtime.pool.work import Accumulator, PartWork
 from muletrain.sim.loop import run_virtually
@@ -82,3 +87,24 @@ def test_a_forward_whose_backward_another_worker_computed_is_forgotten() -> None
     forgotten, kept = run_virtually(backwards(), 100.0, [])
     assert forgotten.problem
     assert not kept.problem
+
+
+def test_activations_of_a_server_that_are_not_finite_end_no_client() -> None:
+    """A client of the last stage could not say that its loss was not a number, and ended: so did all of the stage."""
+    facts = reference.facts_of(DELAYED)
+    compute = reference.client_compute(facts, 1)
+    accumulator = Accumulator(compute)
+    work = PartWork(compute, facts.plan, accumulator)
+    length = facts.plan.sequence_length(0)
+    inputs = encode(torch.full((1, length, facts.plan.width), torch.nan), Codec.FP32)
+    targets = encode_samples(torch.zeros(1, length, dtype=torch.int64))
+
+    async def computed() -> Result:
+        await accumulator.begin_anew(0, 0)
+        part = Give(number=0, generation=0, what=Pass.LOSS, step=0, index=0, first=0, rows=1, whole=1, accumulate=True)
+        return (await work.compute(part, [inputs, targets]))[0]
+
+    result = run_virtually(computed(), 100.0, [])
+    assert math.isnan(Result.unpack(result.pack()).loss)
+    checks = Checks(SimpleNamespace(), LoopClock(), 0.0, random.Random(0))  # type: ignore[arg-type]
+    assert not checks.believes(Part(Pass.LOSS, 0, 0, 0, 1), result.loss, 1.0)

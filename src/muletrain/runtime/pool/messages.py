@@ -38,7 +38,6 @@ MAX_KEPT = 64
 """Most forwards that a client keeps for their backwards; older ones are dropped, and computed again."""
 Speed = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
 SketchBytes = Annotated[bytes, Field(min_length=4 * SKETCH, max_length=4 * SKETCH)]
-Loss = Annotated[float, Field(allow_inf_nan=False)]
 Numbers = Annotated[tuple[Natural, ...], Field(max_length=MAX_PARTS), FailFast()]
 Few = Annotated[tuple[Natural, ...], Field(max_length=2 * MAX_KEPT), FailFast()]
 Steps = Annotated[tuple[Natural, ...], Field(max_length=2)]
@@ -173,7 +172,7 @@ class Result(Message):
     CHANNEL: ClassVar[Channel] = Channel.PIPE
     MORE: ClassVar[int] = 1
     number: Natural
-    loss: Loss = 0.0
+    loss: float = 0.0
     sketch: SketchBytes | None = None
     outputs: SketchBytes | None = None
     inputs: SketchBytes | None = None
