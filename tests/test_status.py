@@ -116,13 +116,6 @@ def test_status_marks_who_does_not_answer() -> None:
     ]
 
 
-def test_status_names_servers_whose_weights_clients_doubt() -> None:
-    peers = [Announced.read(f"id-of-{n}", announced(name=n, clients=2, doubted=["b"] * (n == "a"))) for n in "ab"]
-    console = Console(file=io.StringIO(), width=80)
-    console.print(status_of([p for p in peers if p is not None], ()))
-    assert "clients got wrong weights from b, or none" in console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def test_status_shows_members_whose_clock_is_off_and_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
     """What they announce has expired on its way, but other members know them."""
 

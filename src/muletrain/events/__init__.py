@@ -97,7 +97,6 @@ from muletrain.events.notices import (
     TransferFailed,
     ValidationLeftOut,
     WeightsDiffer,
-    WeightsDoubted,
 )
 
 __all__ = [
@@ -184,7 +183,6 @@ __all__ = [
     "ValidationLeftOut",
     "Waiting",
     "WeightsDiffer",
-    "WeightsDoubted",
     "events_in",
     "read_events",
 ]

@@ -382,16 +382,6 @@ class ClientLost(Notice):
         return f"client {self.name} is gone ({self.reason}); {plural(self.parts, 'part')} computed again"
 
 
-class WeightsDoubted(Notice):
-    """A client could not get the weights that a server said to have: other weights came, or none. The client works for
-    other servers, if it can. One client's word may be wrong."""
-
-    TEXT = "client {name} got wrong weights from server {server}, or none, and works for others if it can"
-    peer_id: str
-    server: str
-    name: str
-
-
 class ClientLate(Notice):
     """A client takes unusually long; other clients may compute that client's parts."""
 

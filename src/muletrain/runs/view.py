@@ -300,8 +300,6 @@ class ClientsView:
 
     def __init__(self) -> None:
         self._by_name: dict[str, ClientView] = {}
-        self.doubted: set[str] = set()
-        """Servers that gave clients wrong weights, as these say."""
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -330,8 +328,6 @@ class ClientsView:
                 client.stage, client.state = event.stage, "working"
             case ev.ClientLost():
                 self._client(event.name).state = "gone"
-            case ev.WeightsDoubted():
-                self.doubted.add(event.server)
             case ev.ClientFinished():
                 self._client(event.peer).state = "finished"
             case ev.PoolWorked():

@@ -63,10 +63,9 @@ def status_of(
     if measured:
         step, loss = max(measured)
         figures.append(f"held-out loss {loss:.3f} at step {step}")
-    table = (_table if verbose or len(peers) <= LISTED else _stages)(peers, at)
-    names = ", ".join(sorted({name for p in peers for name in p.doubted}))
-    doubts = [Text(f"clients got wrong weights from {names}, or none", style="yellow")] if names else []
-    return Group(Text("  ".join(figures), style="bold"), *doubts, table)
+    return Group(
+        Text("  ".join(figures), style="bold"), (_table if verbose or len(peers) <= LISTED else _stages)(peers, at)
+    )
 
 
 def gone(peers: Sequence[Announced]) -> list[Down]:
@@ -128,7 +127,6 @@ def announced_by(view: RunView, now: float) -> list[Announced]:
     run |= {"step": view.step, "steps": view.steps, "stages": max(1, len(view.stages()))}
     run |= {} if measured is None else {"heldout_step": measured.step}
     lost = [p for p in view.peers.values() if p.lost and p.state != "replaced"]
-    run["doubted"] = sorted(view.clients.doubted)[:SHOWN_DOWN]
     run["down"] = [{"id": p.peer_id or p.name, "name": p.name, "stage": max(0, p.stage)} for p in lost[-SHOWN_DOWN:]]
     read = list[Announced | None]()
     for peer in (p for of_stage in view.stages(present=True).values() for p in of_stage):
@@ -189,8 +187,6 @@ class Announced(BaseModel):
     """The held-out loss that this member measured last, and the updates in the measured weights."""
     clients: Annotated[int, Field(ge=0)] | None = None
     """Clients that compute for this member; None: the run has none."""
-    doubted: Annotated[tuple[Name, ...], Field(max_length=SHOWN_DOWN)] = ()
-    """Servers that gave these clients wrong weights, as the clients say."""
     parts: Annotated[int, Field(ge=2)] | None = None
     """Parts of the stage that take turns on the device; None: the stage stays there."""
     left: bool = False

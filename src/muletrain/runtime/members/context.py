@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.members.roster import Roster
-    from muletrain.runtime.pool.clients import Clients
     from muletrain.wire.frame import Frame
 
 R = TypeVar("R")
@@ -72,8 +71,8 @@ class Context:
     """Wakes waits after events on which waits may depend."""
     chaos: Chaos = field(default_factory=NoChaos)
     meter: Meter = field(default_factory=Meter)
-    clients: Clients | None = None
-    """The clients that compute for this peer, if the strategy has clients."""
+    helpers: Callable[[], int] | None = None
+    """Counts the clients that compute for this peer, if the strategy has clients."""
 
     @classmethod
     def at_stage(
@@ -95,7 +94,7 @@ class Context:
             return cls(net, clock, compute, roster, plan, emit, tasks)
         config, of_pool = roster.genesis.config, of_pool or emit
         pooled = PooledCompute(PartsDesk(compute, net, clock, tasks, plan, roster, config, of_pool, draw))
-        return cls(net, clock, pooled, roster, plan, emit, tasks, clients=pooled.clients)
+        return cls(net, clock, pooled, roster, plan, emit, tasks, helpers=pooled.clients.__len__)
 
     def __post_init__(self) -> None:
         self.detector, self.news.queue_s = FailureDetector(self), self.queue_s

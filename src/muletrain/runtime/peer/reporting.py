@@ -163,9 +163,8 @@ class Reporting:
         ctx = self._ctx
         own, plan = ctx.roster.own, ctx.plan
         status = {"name": own.name, "stage": own.stage, "stages": plan.stages, "trainer": own.trainer}
-        if ctx.clients is not None:
-            doubted = sorted(ctx.clients.doubted())[:SHOWN_DOWN]
-            status |= {"clients": len(ctx.clients), "doubted": [ctx.roster.name(peer) for peer in doubted]}
+        if ctx.helpers is not None:
+            status["clients"] = ctx.helpers()
         if ctx.compute.parts > 1:
             status["parts"] = ctx.compute.parts
         status |= {"step": step, "steps": plan.steps, "left": left, "collects": self.speaks()}

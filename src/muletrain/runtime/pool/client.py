@@ -12,7 +12,6 @@ from muletrain.policy.deadline import Rests, backoff_s
 from muletrain.runtime.pool.messages import (
     FROM_SERVER,
     MAX_ROOM,
-    MAX_WRONG,
     SEND_S,
     Answer,
     Chunk,
@@ -24,7 +23,7 @@ from muletrain.runtime.pool.messages import (
     checksum,
 )
 from muletrain.runtime.pool.servers import NoServer, StageServers
-from muletrain.runtime.pool.weights import SILENT_S, WeightsDownload
+from muletrain.runtime.pool.weights import WeightsDownload
 from muletrain.runtime.pool.work import Accumulator, PartWork
 from muletrain.wire.codec import Encoded, encode
 
@@ -185,7 +184,6 @@ class Client:
                 "uncounted": self._accumulator.uncounted(),
                 "forwards": self._work.forwards(),
                 "handed": self._handed,
-                "wrong": tuple(sorted(self._weights.wrong))[:MAX_WRONG],
             }
         )
 
@@ -330,15 +328,13 @@ class Client:
         if not self._rests.takes_part(worked=self._given):
             self._sits_out = self.version
             return
-        self._given, home, version = False, self._home, self.version
+        self._given = False
 
         def wanted() -> bool:
-            return self.version == version and self._home is not None and not self._ended
+            return (self._wanted, self._steps) == (digest, steps) and self._home is not None and not self._ended
 
         values = await self._weights.fetch(digest, lambda: self._servers.known, wanted)
-        if home is not None and self._weights.silent_s >= SILENT_S:
-            self._weights.wrong.add(home)
-        elif not wanted():
+        if not wanted():
             return
         if values is None:
             raise _Left("the weights did not come whole")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from muletrain.clock import loop_time_s
 from muletrain.errors import AdmissionError, DeadlineExceeded, ProtocolError
-from muletrain.events import ClientEnlisted, ClientLate, ClientLost, WeightsDoubted
+from muletrain.events import ClientEnlisted, ClientLate, ClientLost
 from muletrain.policy.recent import Debts, Recent
 from muletrain.policy.worker import Standing
 from muletrain.runtime.pool.checks import check_result
@@ -56,8 +56,6 @@ class Servers(Protocol):
     def stage(self, stage: int) -> tuple[str, ...]:
         """Returns the live servers of ``stage``, sorted."""
         ...
-
-    def name(self, peer: str) -> str: ...
 
 
 class Desk(Protocol):
@@ -105,7 +103,6 @@ class _Client:
     of calls; ``ready``: version of the weights that the client works with; ``unable``: consecutive parts not computed;
     ``results``: numbers of results that came since the last call; ``told``: of those, which it heard of with another
     part; ``hurry``: the call is to be answered at once;
-    ``wrong``: servers that gave the client wrong weights;
     ``doubted_at``: when the client's silence was noticed; None: it is heard; ``doubted_after``: number of the last
     answer before that; ``news``: set when an answer may be different."""
 
@@ -119,7 +116,6 @@ class _Client:
     results: set[int] = field(default_factory=set)
     told: set[int] = field(default_factory=set)
     hurry: bool = False
-    wrong: set[PeerId] = field(default_factory=set)
     doubted_at: float | None = None
     doubted_after: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -226,9 +222,6 @@ class Clients:
         if client.doubted_at is not None and ask.heard > client.doubted_after:
             doubted_at, client.doubted_at = client.doubted_at, None
             self._desk.there(sender, ask.parts, doubted_at)
-        for server in sorted({*ask.wrong} & {*self._servers.stage(self._desk.stage)} - client.wrong):
-            client.wrong.add(server)
-            self._emit(WeightsDoubted(peer_id=server, server=self._servers.name(server), name=client.name))
         ready = self._open and ask.weights == self._digest and client.ready < self._version
         if ready and not self.standing(sender).left_out(self._version):
             client.ready = self._version
@@ -303,10 +296,6 @@ class Clients:
 
     def __len__(self) -> int:
         return len(self._clients)
-
-    def doubted(self) -> set[PeerId]:
-        """Returns the servers that gave clients wrong weights, as these say."""
-        return {server for client in self._clients.values() for server in client.wrong}
 
     def did_part(self, worker: PeerId) -> None:
         """A client, or the server itself, computed a part that counts."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_PARTS = 1 << 16
 """Most parts in one accumulator."""
-MAX_SERVERS, MAX_WRONG = 1024, 4
+MAX_SERVERS = 1024
 MAX_CHUNKS = 1 << 16
 ROOM = 2
 """Parts that a client takes at once: one to compute, one in transfer."""
@@ -54,8 +54,7 @@ class Next(Message):
     ``servers``: ``checksum`` of the known servers; ``weights``: digest of the weights that the client computes with,
     for the steps that the server named; ``version``: the newest version that it knows. ``parts``: numbers of the givings
     that the client computes; ``uncounted``: of results that may count; ``forwards``: of kept forwards; ``handed``:
-    number of the last hand-over that began. ``wrong``: servers that gave it wrong weights, or none. ``leaves``: the
-    client works here no more."""
+    number of the last hand-over that began. ``leaves``: the client works here no more."""
 
     KIND: ClassVar[str] = "hub.next"
     name: Name
@@ -70,7 +69,6 @@ class Next(Message):
     uncounted: Few = ()
     forwards: Few = ()
     handed: Natural = 0
-    wrong: Annotated[tuple[Id, ...], Field(max_length=MAX_WRONG), FailFast()] = ()
     leaves: bool = False
 
 

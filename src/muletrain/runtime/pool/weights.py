@@ -29,8 +29,6 @@ STALLED_S = 30.0
 """Seconds without another chunk, after which missing chunks are requested from other servers, too."""
 TRIES = 4
 """Times that the servers are asked."""
-SILENT_S = TRIES * STALLED_S
-"""Seconds of waiting without any chunk, after which a server has no such weights as it says."""
 TAKERS = 32
 """Peers that get weights at once; further peers wait in line."""
 TIMES = 4
@@ -130,10 +128,8 @@ class WeightsDownload:
         self.news = asyncio.Event()
         self.took_s = 0.0
         """Seconds that the last weights took or, of weights that did not come whole, would have taken; 0: unmeasured."""
-        self.silent_s = 0.0
-        """Seconds of waiting since the last chunk, in all of the latest fetches without one."""
         self.wrong: set[PeerId] = set()
-        """Servers that gave wrong weights, or have no such weights as they say, and are asked for no more."""
+        """Servers that gave wrong weights, and are asked for no more."""
 
     def ask_again(self) -> None:
         """A message may have been lost."""
@@ -164,12 +160,14 @@ class WeightsDownload:
                     first = turn % len(servers)
                     self._ask(coming, (*servers[first:], *servers[:first])[: 1 if coming.wrong else None])
                 while coming.left and wanted() and not self._missed:
+                    left = len(coming.left)
                     self.news.clear()
                     try:
                         async with asyncio.timeout(STALLED_S):
                             await self.news.wait()
                     except TimeoutError:
-                        break
+                        if len(coming.left) == left:
+                            break
                 if not wanted():
                     return None
                 if not coming.left and await self._whole(coming):
@@ -178,7 +176,6 @@ class WeightsDownload:
         finally:
             self._coming = None
             since_s, came = loop_time_s() - coming.since_s, len(coming.ranges) - len(coming.left)
-            self.silent_s = 0.0 if came else self.silent_s + since_s
             self.took_s = since_s * len(coming.ranges) / came if came else max(self.took_s, since_s)
 
     async def _whole(self, coming: _Coming) -> bool:
