@@ -12,10 +12,11 @@ import pytest
 from muletrain.errors import ProtocolError
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.averaging.rounds import usual_round
+from muletrain.runtime.core.times import AGAIN_S
 from muletrain.runtime.members.row import RoundEntry, Row
 from muletrain.runtime.microbatch.inflight import Ledger
 from muletrain.runtime.step.record import StepRecord, round_id
-from muletrain.runtime.step.record_builder import UNDECIDED_S, RecordBuilder
+from muletrain.runtime.step.record_builder import RecordBuilder
 from muletrain.runtime.step.state import StepState
 
 LINEAGE = b"L" * 32
@@ -209,7 +210,7 @@ def test_replicas_that_lost_sight_of_each_other_hold_one_round_each_and_in_the_e
     assert builder.record() is None, "a may attest to either"
     alive.stages[1] = ("b", "c")
     assert builder.record() is None, "one of them may take what the other holds"
-    alive.now_s += UNDECIDED_S
+    alive.now_s += AGAIN_S
     found = builder.record()
     assert found is not None
     assert found.stages[1].round == b"\xee" * 32

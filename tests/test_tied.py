@@ -20,9 +20,9 @@ from muletrain.model.make import make_stage, tied_between
 from muletrain.model.spec import ModelSpec
 from muletrain.model.traced.chain import TracedModel
 from muletrain.optim import tied
+from muletrain.runtime.core.times import AGAIN_S
 from muletrain.runtime.members.row import TiedEntry
 from muletrain.runtime.step.record import StepRecord
-from muletrain.runtime.step.record_builder import UNDECIDED_S
 from muletrain.runtime.step.tied import TiedSum
 from muletrain.sim.setting import run_cost
 from proofs.play import play
@@ -182,7 +182,7 @@ def test_two_that_state_different_products_are_no_deadlock() -> None:
     builder.add_tied("a", product_of(1.0, rounds))
     builder.add_tied("b", product_of(2.0, rounds))
     assert builder.record() is None
-    world.now_s += UNDECIDED_S
+    world.now_s += AGAIN_S
     found = builder.record()
     assert found is not None
     assert found.product == 1.0
@@ -212,7 +212,7 @@ def test_stages_that_are_both_split_go_on() -> None:
     for each in held:
         builder.add(each)
     builder.record()
-    world.now_s += UNDECIDED_S
+    world.now_s += AGAIN_S
     assert builder.record() is None
     x, z = builder.round_of(0), builder.round_of(1)
     assert x is not None
@@ -249,7 +249,7 @@ def test_a_product_larger_than_the_norms_allow_does_not_count() -> None:
     builder.add_tied("a", product_of(1.0, rounds))
     builder.add_tied("b", product_of(-1e100, rounds))
     builder.record()
-    cast("Any", builder.clock).now = lambda: UNDECIDED_S
+    cast("Any", builder.clock).now = lambda: AGAIN_S
     found = builder.record()
     assert found is not None
     assert found.product == 1.0

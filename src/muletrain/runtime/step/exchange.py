@@ -14,6 +14,7 @@ from muletrain.policy import speakers
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
 from muletrain.runtime.averaging.messages import AskGradient
+from muletrain.runtime.core.times import LAG_S
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.members.row import Abstain, Counts
 from muletrain.runtime.microbatch.position import Behind
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.record_builder import Attested
     from muletrain.runtime.step.state import StepState
 
-GRACE_S = 0.25
-"""Seconds between the first sign that another peer has an awaited result, and our question whether we missed a
-notice."""
 ASKED = 64
 """Live peers asked at once; in a larger fleet more, so that all were asked before a wait is given up."""
 ANEW = 4
@@ -235,7 +233,7 @@ class Exchange:
             self._ctx.spawn(self._find_out_later(sender, applied=applied), "overtaken")
 
     async def _find_out_later(self, sender: PeerId, *, applied: bool) -> None:
-        await self._ctx.clock.sleep(GRACE_S)
+        await self._ctx.clock.sleep(LAG_S)
         self._overtaken = False
         if self._state.current and not self._reached(applied=applied):
             await self.find_out(sender)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from muletrain.errors import ProtocolError
+from muletrain.runtime.core.times import AGAIN_S
 from muletrain.runtime.members.row import RoundEntry
 from muletrain.runtime.step.record import StepRecord
 
@@ -55,8 +56,6 @@ _PRODUCT = -1
 """Stands among stages for the product of tied parameters."""
 SLACK = 1 + 1e-3
 """Factor by which rounding may make a product larger than the norms allow."""
-UNDECIDED_S = 5.0
-"""Seconds before a round with attestations of less than half counts: other attestations may still come."""
 
 
 class _Claim(NamedTuple):
@@ -308,9 +307,9 @@ class RecordBuilder:
         whole = [k for k in whole if not k.holders.keys().isdisjoint(live)] or whole  # else the gradient may be lost
         most = held_by_most(whole, voters)
         if voters <= attesting:
-            possible, patience_s = whole, UNDECIDED_S
+            possible, patience_s = whole, AGAIN_S
         else:  # a long silent voter may never attest; but fewer than half do not speak for the rest
-            possible, patience_s = held_by_half(whole, voters), max(UNDECIDED_S, self.patience())
+            possible, patience_s = held_by_half(whole, voters), max(AGAIN_S, self.patience())
         if most or not possible:
             self._undecided.pop(stage, None)
         elif self.clock.now() - self._undecided.setdefault(stage, self.clock.now()) >= patience_s:
@@ -370,7 +369,7 @@ class RecordBuilder:
             return product
         if not votes or not voters <= stated.keys():
             self._undecided.pop(_PRODUCT, None)
-        elif self.clock.now() - self._undecided.setdefault(_PRODUCT, self.clock.now()) >= UNDECIDED_S:
+        elif self.clock.now() - self._undecided.setdefault(_PRODUCT, self.clock.now()) >= AGAIN_S:
             return product
         return None
 
