@@ -13,7 +13,7 @@ from muletrain.runtime.members.row import RoundEntry
 from muletrain.runtime.step.record import StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from muletrain.clock import Clock
     from muletrain.runtime.members.row import StageEntry, TiedEntry
@@ -121,6 +121,8 @@ class RecordBuilder:
     _claims: dict[str, _Claim] = field(default_factory=dict)
     _certificates: dict[int, dict[str, Certificate]] = field(default_factory=lambda: defaultdict(dict))
     """By stage and peer of that stage."""
+    _certified: dict[int, tuple[StageEntry | None, int]] = field(default_factory=dict)
+    """By stage: the round of most certificates, and their number."""
     _chosen: dict[int, tuple[int, tuple[str, ...], Attested | None]] = field(default_factory=dict)
     """By stage: news counted, live replicas, and the round that counted then."""
     _undecided: dict[int, float] = field(default_factory=dict)
@@ -182,6 +184,7 @@ class RecordBuilder:
         if certificate.entry.stage != stage:
             raise ProtocolError(f"a certificate of stage {certificate.entry.stage} from a peer of stage {stage}")
         self._certificates[stage][peer] = certificate
+        self._certified.pop(stage, None)
 
     def claim(self, peer: str, entries: tuple[StageEntry, ...], hash_: bytes, product: float = 0.0) -> bool:
         """``peer`` says that it applies the record of ``entries`` and ``product``. False if ``hash_`` shows another
@@ -321,12 +324,14 @@ class RecordBuilder:
         chosen = self._choice(stage)
         if chosen is not None:
             return chosen.entry
-        return self._most_certified(stage, {p: c.entry for p, c in self._certificates[stage].items()})
+        if stage not in self._certified:  # waits ask whenever anything arrives
+            self._certified[stage] = said_by_most([c.entry for c in self._certificates[stage].values()])
+        entry, count = self._certified[stage]
+        return entry if self._enough(stage, count) else None
 
-    def _most_certified(self, stage: int, said: dict[str, T]) -> T | None:
-        """The word of most peers of ``stage``, if two or more agree. The only replica of a stage is believed."""
-        most, count = max(Counter(said.values()).items(), key=lambda item: item[1], default=(None, 0))
-        return most if 2 * count > len(said) and count >= min(2, len(self.live.stage(stage))) else None
+    def _enough(self, stage: int, alike: int) -> bool:
+        """Are ``alike`` certificates of ``stage`` enough? Two are; the only replica of a stage is believed."""
+        return alike >= min(2, max(1, len(self.live.stage(stage))))
 
     def _attested(self) -> tuple[tuple[StageEntry, ...], float] | None:
         """The rounds that count and their product, if the rounds make a record."""
@@ -340,9 +345,10 @@ class RecordBuilder:
         """The product of the two ``chosen`` rounds, by statements of their stages or by certificates."""
         product = self._counting_product(chosen)
         for entry in chosen if product is None else ():
-            said = {p: c.product for p, c in self._certificates[entry.stage].items() if c.entry == entry}
-            if product is None:
-                product = self._most_certified(entry.stage, said)
+            said = [c.product for c in self._certificates[entry.stage].values() if c.entry == entry]
+            found, count = said_by_most(said)
+            if product is None and self._enough(entry.stage, count):
+                product = found
         return product
 
     def _counting_product(self, chosen: list[StageEntry]) -> float | None:
@@ -385,6 +391,12 @@ class RecordBuilder:
         if 2 * count <= len(self._claims) or count < (1 if alone else min(2, others)):
             return (), 0.0
         return next((c.record.stages, c.record.product) for c in self._claims.values() if c.record.hash == most)
+
+
+def said_by_most(said: Sequence[T]) -> tuple[T | None, int]:
+    """What more than half of the words say, if any, and how many those are."""
+    most, count = max(Counter(said).items(), key=lambda item: item[1], default=(None, 0))
+    return (most, count) if 2 * count > len(said) else (None, 0)
 
 
 def held_by_most(rounds: list[Attested], voters: Collection[str]) -> list[Attested]:
