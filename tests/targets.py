@@ -130,7 +130,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         Reduced(round=digest, step=0, chunk=index, square_norm=1.0, finite=True).frame([chunk]),
         RoundEntry(**entry).frame(),
         Abstain(**at, attempt=1).frame(),
-        Counts(**at, entries=(RoundEntry(**entry).for_record(),)).frame(),
+        Counts(**at, stage=0, entries=(RoundEntry(**entry).for_record(),)).frame(),
         TiedEntry(**at, rounds=(bytes(32), bytes(32)), product=1.0).frame(),
         Away().frame(),
         Back(**at).frame(),

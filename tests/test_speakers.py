@@ -142,7 +142,7 @@ def test_in_a_small_run_a_speaker_is_refused(monkeypatch: pytest.MonkeyPatch) ->
                 for k in range(2)
             )
             record = StepRecord(said.step, said.lineage, entries).hash
-            lie = Counts(lineage=said.lineage, step=said.step, entries=entries, record=record)
+            lie = Counts(lineage=said.lineage, step=said.step, stage=1, entries=entries, record=record)
             await send(network, peer, lie.frame(), **how)
         return await send(network, peer, frame, **how)
 

@@ -130,6 +130,8 @@ class Counts(Message):
     KIND: ClassVar[str] = "counts"
     lineage: Digest
     step: Natural
+    stage: Natural
+    """The speaker's."""
     entries: Annotated[tuple[StageEntry, ...], Field(min_length=1, max_length=4096), FailFast()]
     product: Annotated[float, Field(ge=-1e100, le=1e100, allow_inf_nan=False)] = 0.0
     record: Annotated[bytes, Field(max_length=32)] = b""

@@ -231,7 +231,7 @@ class Incoming:
             if not kept and isinstance(message, Forward):
                 self._microbatches.server.decline(sender, message, "it is at an earlier step")
             return
-        if isinstance(message, Seal | RoundEntry):
+        if isinstance(message, Seal | RoundEntry | Counts):
             await self._membership.acquaint(sender, message.stage)
         if isinstance(message, Forward):
             await self._check_sender(sender, message)

@@ -215,7 +215,14 @@ class Exchange:
         state, said = self._state, self._said[about]
         if new := to - said:
             said |= new
-            counts = Counts(lineage=state.lineage, step=state.step, entries=entries, product=product, record=record)
+            counts = Counts(
+                lineage=state.lineage,
+                step=state.step,
+                stage=self._ctx.roster.own.stage,
+                entries=entries,
+                product=product,
+                record=record,
+            )
             self._ctx.spawn(self._ctx.tell(tuple(sorted(new)), counts), "counts")
 
     def _recorded(self) -> bool:
