@@ -128,7 +128,9 @@ def test_sides_of_which_neither_covers_every_stage_end_in_one_lineage(monkeypatc
 
     def advance(self: StepRunner, record: StepRecord) -> None:
         if record.step == 0 and self._ctx.roster.own.stage == 1:
-            record = replace(record, stages=(replace(record.stages[0], round=bytes(32)), *record.stages[1:]))
+            record = replace(
+                record, stages=(record.stages[0].model_copy(update={"round": bytes(32)}), *record.stages[1:])
+            )
         right(self, record)
 
     monkeypatch.setattr(StepRunner, "advance", advance)

@@ -94,7 +94,7 @@ def test_who_gives_up_is_told_from_who_is_expelled(
         assert (result.events, result.gave_up, result.failure) == ({"expelled": 1}, (), None)
     else:
         assert result.events == {"gave up": 1}
-        assert [(g.time_s, g.peer, g.why) for g in result.gave_up] == [(20.0, "a-1", str(error))]
+        assert [(round(g.time_s, 6), g.peer, g.why) for g in result.gave_up] == [(20.0, "a-1", str(error))]
         assert result.failure == "a-1 gave up after 20.0 s: gave up waiting for the others"
 
 

@@ -18,12 +18,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from muletrain.policy.deadline import Usual
-from muletrain.runtime.core.times import LAG_S, LOOK_S
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.core.messages import Request
     from muletrain.runtime.members.context import Context
+
+FLOOR_S = 0.3
+"""Seconds of silence, at least, before a peer that owes answers is asked. Of ``LAG_S`` seconds, three times as many
+microbatches were computed twice (``tests/test_trainers.py``)."""
+LOOK_S, TICK_S = 1.0, 1e-3
+"""Longest pause between two checks (so that new measurements count), and shortest pause (clocks are not exact) [s]."""
 
 
 @dataclass(slots=True)
@@ -50,7 +55,7 @@ class Silence:
 
     def __init__(self, ctx: Context, stage: int, creditor: Creditor) -> None:
         self._ctx, self._stage, self._creditor = ctx, stage, creditor
-        self._usual = Usual(unmeasured_s=10.0, floor_s=LAG_S, times=2.0)
+        self._usual = Usual(unmeasured_s=10.0, floor_s=FLOOR_S, times=2.0)
         """Seconds between two answers of a peer that owes us some. To ask once too often is better than to wait."""
         self._debtors: dict[PeerId, _Debtor] = {}
         self._listening = False
@@ -97,7 +102,7 @@ class Silence:
                 if self._ctx.roster.stage(self._stage) != (peer,):
                     debtor.asking = True
                     self._ctx.spawn(self._ask(peer, debtor, request), f"listen to {peer[-6:]}")
-        return wait_s
+        return max(wait_s, TICK_S)
 
     async def _ask(self, peer: PeerId, debtor: _Debtor, request: Request) -> None:
         if await self._ctx.detector.probe(peer, request.lineage, request.step, brief=True) is None:
