@@ -118,7 +118,8 @@ class Context:
             await self.meter.works.wait()
         begin = self.clock.now()
         frame = frame or message.frame(tensors)
-        sent = await self.net.send(peer, frame, channel=channel or message.CHANNEL, timeout_s=GONE_S)
+        limit_s = 2 * GONE_S  # other channels go first for long while 1 GB is averaged over a slow link
+        sent = await self.net.send(peer, frame, channel=channel or message.CHANNEL, timeout_s=limit_s)
         if sent:
             self.meter.stats.sent[peer][TRAFFIC.get(message.KIND, "control")] += sent
         if tensors and (step := getattr(message, "step", None)) is not None:

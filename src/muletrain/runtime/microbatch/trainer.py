@@ -168,7 +168,8 @@ class Trainer:
             mine = [i for i in mine if self._begun.get(i)]
         new = [i for i in mine if i not in self._lacking]
         for i in mine:
-            self._lacking[i][gap.stage] = self._doubted(sender, gap, i)
+            before = self._lacking[i].get(gap.stage, ())  # each replica is believed once: its word must not be lost
+            self._lacking[i][gap.stage] = (*before, *self._doubted(sender, gap, i))
         repairs = [asyncio.create_task(self.refill(i)) for i in new]
         self._repairs.update(repairs)
         for repair in repairs:
@@ -189,8 +190,8 @@ class Trainer:
         return gap.without
 
     async def refill(self, index: int) -> None:
-        """Run a microbatch again for the stages that lack it (``_lacking``), and then for those that asked meanwhile. In a
-        fleet of many stages all may lack it, and one after the other would take as many times as long."""
+        """Run a microbatch again for the stages that lack it (``_lacking``), then for stages that asked meanwhile. All
+        stages of a deep fleet may lack the microbatch, and one rerun for each would take as many times as long."""
         times = Counter[int]()
         try:
             while lacking := {s: d for s, d in self._lacking[index].items() if times[s] < MOST_AGAIN}:

@@ -93,7 +93,7 @@ class Forks:
 
     async def _on_history(self, sender: PeerId, payload: bytes) -> bytes:
         chain, now = History.unpack(payload).chain, self._ctx.clock.now()
-        if now - self._judged.get(sender, float("-inf")) >= LOOK_S:  # each time all peers are asked
+        if now - self._judged.get(sender, float("-inf")) >= 2 * LOOK_S:  # each time all peers are asked
             self._judged[sender] = now
             self._ctx.spawn(self._judge(sender, chain), "rival")
         return History.of(self._position.chain).pack()

@@ -246,7 +246,7 @@ class Rollback:
     def _consider(self, peer: PeerId, order: StepBack | None) -> None:
         """``peer`` is on a later branch, which began with ``order``, if known."""
         ctx, now = self._ctx, self._ctx.clock.now()
-        heard, pause_s = (self._heard, AGAIN_S) if order is None else (self._ordered_by, LOOK_S)
+        heard, pause_s = (self._heard, AGAIN_S) if order is None else (self._ordered_by, 2 * LOOK_S)
         again = now - heard.get(peer, float("-inf")) < pause_s  # each time all peers are asked
         if not (self._learning or self.ordered.done() or ctx.tasks.closed or again):
             self._learning, heard[peer] = True, now

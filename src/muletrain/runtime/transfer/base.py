@@ -432,7 +432,7 @@ class BaseTaker:
         self, partial: FilePartial, giver: PeerId, queue: deque[int], good: list[PeerId], bad: set[PeerId]
     ) -> None:
         """Take blocks from one giver while there are any. A giver that fails is no longer ``good``, and asked again
-        later; one that gives wrong blocks is ``bad``. Ends within ``GONE_S`` without a block."""
+        later; one that gives wrong blocks is ``bad``. Ends within ``2 * GONE_S`` without a block."""
         while queue and partial.problem is None:
             share = -(-len(queue) // (LANES * max(1, len(good))))  # every giver sends a part
             run = [queue.popleft() for _ in range(min(MAX_RUN, share))]
@@ -444,7 +444,7 @@ class BaseTaker:
                 ask = AskBase(digest=partial.digest, blocks=tuple(run))
                 await self.net.call(giver, AskBase.KIND, ask.pack(), timeout_s=GONE_S)
                 for k, future in futures.items():
-                    content = await self.clock.deadline(future, GONE_S, f"block {k} of the base")
+                    content = await self.clock.deadline(future, 2 * GONE_S, f"block {k} of the base")
                     if await self.tasks.aside(_digest, content) != partial.manifest.digest(k):
                         bad.add(giver)
                         return _remove(good, giver)
