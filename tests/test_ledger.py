@@ -57,6 +57,8 @@ class Alive:
     def stage(self, stage: int) -> tuple[str, ...]:
         return self.stages[stage]
 
+    voters = stage
+
     def builder(self) -> RecordBuilder:
         clock: Any = SimpleNamespace(now=lambda: self.now_s)
         return RecordBuilder(4, LINEAGE, len(self.stages), LINEAGE, self, clock, PATIENCE.seconds)

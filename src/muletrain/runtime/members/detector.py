@@ -304,7 +304,7 @@ class FailureDetector:
         ``Roster.mark_dead``. ``reached``: the peer answers, so transfers to the peer continue: the peer may need the
         data to become useful again."""
         self.clear(peer)
-        if self._peer.roster.mark_dead(peer, declines=declines):
+        if self._peer.roster.mark_dead(peer, declines=declines, doubtful=not (declines or reached)):
             name, own = self._peer.roster.name(peer), self._peer.roster.own.name
             told = "this peer has taken over its name" if name == own else reason  # how to reach it helps nobody
             self._peer.emit(PeerDown(peer_id=peer, reason=told, name=name))

@@ -21,7 +21,7 @@ from muletrain.runtime.core.messages import Digest, Id, Message, Natural
 from muletrain.runtime.members.messages import Member
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -94,6 +94,8 @@ class Roster:
         self._members = {m.id: m for m in genesis.members}
         self._dead: dict[str, bool] = {}
         """Peers that are down, earliest first, with a flag for peers that themselves declined to be counted on."""
+        self._doubted: set[str] = set()
+        """Replicas that are down, but that other peers may hear."""
         self._left: dict[str, None] = {}
         """Peers that left in order, earliest first."""
         self._hearsay: set[str] = set()
@@ -166,6 +168,7 @@ class Roster:
             limit = max(MAX_GONE, 4 * (len(self._members) - len(self._dead) - len(self._left)))
             for peer in [p for p in gone if p != self.genesis.coordinator][: max(0, len(gone) - limit)]:
                 del gone[peer], self._members[peer]
+                self._doubted.discard(peer)
                 self._hearsay.discard(peer)
 
     def move(self, stage: int) -> None:
@@ -215,14 +218,17 @@ class Roster:
     def is_alive(self, peer: str) -> bool:
         return peer in self._members and peer not in self._dead and peer not in self._left
 
-    def mark_dead(self, peer: str, *, declines: bool = False) -> bool:
+    def mark_dead(self, peer: str, *, declines: bool = False, doubtful: bool = False) -> bool:
         """Believe ``peer`` dead; only ``FailureDetector`` calls this. Returns True if that is news. ``declines``:
-        ``peer`` answers, but declines to be counted on."""
+        ``peer`` answers, but declines to be counted on. ``doubtful``: other peers may hear ``peer``, which has a vote
+        until ``sure``."""
         if peer in self._dead:
             self._dead[peer] |= declines
         if peer == self._own_id or peer in self._dead or peer not in self._members:
             return False
         self._dead[peer] = declines
+        if doubtful:
+            self._doubted.add(peer)
         self._forget()
         self._changed()
         return True
@@ -230,6 +236,21 @@ class Roster:
     def declines(self, peer: str) -> bool:
         """``peer`` declined to be counted on, and there was no news of ``peer`` since."""
         return self._dead.get(peer, False)
+
+    def doubted(self) -> tuple[str, ...]:
+        """Returns the replicas that are down here, and perhaps nowhere else."""
+        replicas = self.replicas() if self._doubted else ()
+        return tuple(p for p in replicas if p in self._doubted and not self.is_alive(p))
+
+    def sure(self, peers: Iterable[str]) -> None:
+        """No other peer hears ``peers`` either, or a step went on without them."""
+        if not self._doubted.isdisjoint(peers := {*peers}):
+            self._doubted -= peers
+            self._changed()
+
+    def voters(self, stage: int) -> tuple[str, ...]:
+        """Returns the peers of ``stage`` whose word counts: live peers, and doubted ones of our stage."""
+        return (*self.stage(stage), *self.doubted()) if stage == self.own.stage else self.stage(stage)
 
     def down(self) -> list[Member]:
         """Returns the members that do not answer, the latest last."""
@@ -242,6 +263,7 @@ class Roster:
             return False
         news = peer in self._dead or peer in self._left
         if news:
+            self._doubted.discard(peer)
             self._dead.pop(peer, None)
             self._left.pop(peer, None)
             self._changed()
@@ -258,6 +280,7 @@ class Roster:
 
     def _go(self, peer: str) -> None:
         if peer in self._members:
+            self._doubted.discard(peer)
             self._dead.pop(peer, None)
             self._left[peer] = None
             self._forget()

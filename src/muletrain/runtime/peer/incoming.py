@@ -182,6 +182,7 @@ class Incoming:
         ctx.net.receive(self._on_frame, bounds=bounds)
         ctx.net.on_lost(self._on_lost)
         ctx.net.serve(Sync.KIND, self._answer)
+        ctx.net.serve(Suspected.KIND, self._hears)
 
     async def redeliver(self) -> None:
         """Pass on the frames that came too early, some of which belong to the present step."""
@@ -314,6 +315,14 @@ class Incoming:
             await ctx.clock.sleep(pause_s(tries % BREAK_TRIES))
             tries = tries + 1 if breaks == self._breaks[peer] else 0
         del self._breaks[peer]
+
+    async def _hears(self, sender: PeerId, payload: bytes) -> bytes:
+        """Answer whether we count on a peer that ``sender`` does not hear, and find out whether we still hear it."""
+        await self._membership.acquaint(sender)
+        suspected, at = Suspected.unpack(payload), self._position
+        self._ctx.detector.look_after(suspected.peer, at.lineage, at.step)
+        alive = self._ctx.roster.is_alive(suspected.peer)
+        return b"alive" if alive and branch_of(suspected.lineage) == branch_of(at.lineage) else b""
 
     async def _answer(self, sender: PeerId, payload: bytes) -> bytes:
         """Answer with our row. Raises MuletrainError while no peer should count on us."""

@@ -4,18 +4,21 @@ questions."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from muletrain.errors import ProtocolError
+from muletrain.errors import NetworkError, ProtocolError
 from muletrain.policy import speakers
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
 from muletrain.runtime.averaging.messages import AskGradient
-from muletrain.runtime.core.times import LAG_S
+from muletrain.runtime.core.times import AGAIN_S, GONE_S, LAG_S, pause_s
 from muletrain.runtime.core.waiting import MAX_SILENCE
+from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.row import Abstain, Counts
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.record_builder import Certificate
@@ -84,6 +87,8 @@ class Exchange:
         self._waits, self._rivals, self._observed = waits, rivals, observed
         self._work = state.work
         self._overtaken = False
+        self._doubted: set[PeerId] = set()
+        """Replicas that we ask other peers about."""
         self._questioned: set[tuple[PeerId, int]] = set()
         """Replicas asked for the seal of a round that they attest to, with the attempt of the last seal that we
         knew."""
@@ -224,6 +229,37 @@ class Exchange:
                 record=record,
             )
             self._ctx.spawn(self._ctx.tell(tuple(sorted(new)), counts), "counts")
+
+    def make_sure(self) -> None:
+        """Find out whether other peers hear the replicas that we lost: these replicas vote then, and this peer alone
+        makes no record (indirect probes: SWIM, Das et al. 2002, section 3.1)."""
+        for peer in self._ctx.roster.doubted():
+            if peer not in self._doubted:
+                self._doubted.add(peer)
+                self._ctx.spawn(self._make_sure(peer), f"make sure of {peer[-6:]}")
+
+    async def _make_sure(self, peer: PeerId) -> None:
+        """Ends once no other peer hears ``peer``, or ``peer`` is back, or with the step; within ``GONE_S``, since answers
+        may be lies."""
+        roster, clock, state = self._ctx.roster, self._ctx.clock, self._state
+        end_s = clock.now() + GONE_S
+        for tries in itertools.count():
+            asked = roster.spread(MAX_ASKED, tries)
+            heard = await asyncio.gather(*(self._is_heard(peer, by) for by in asked))
+            if not any(heard) or clock.now() >= end_s:
+                roster.sure((peer,))
+            if not state.current or peer not in roster.doubted():
+                break
+            await clock.sleep(pause_s(tries, AGAIN_S))
+        self._doubted.discard(peer)
+        self._ctx.news.touched()
+
+    async def _is_heard(self, peer: PeerId, by: PeerId) -> bool:
+        ask = Suspected(lineage=self._state.lineage, step=self._state.step, peer=peer)
+        limit_s = self._ctx.detector.deadline.seconds()
+        with contextlib.suppress(NetworkError):
+            return bool(await self._ctx.net.call(by, Suspected.KIND, ask.pack(), timeout_s=limit_s))
+        return False
 
     def _recorded(self) -> bool:
         return self._state.builder.record() is not None

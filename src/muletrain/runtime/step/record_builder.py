@@ -75,10 +75,14 @@ class Certificate(NamedTuple):
 
 
 class LiveReplicas(Protocol):
-    """Knows the live peers (``Roster``)."""
+    """Knows the live peers, and the voters (``Roster``)."""
 
     def stage(self, stage: int) -> tuple[str, ...]:
         """Live replicas of ``stage``, ourselves included."""
+        ...
+
+    def voters(self, stage: int) -> tuple[str, ...]:
+        """The same, with replicas that are down here and perhaps nowhere else."""
         ...
 
 
@@ -124,7 +128,7 @@ class RecordBuilder:
     _certified: dict[int, tuple[StageEntry | None, int]] = field(default_factory=dict)
     """By stage: the round of most certificates, and their number."""
     _chosen: dict[int, tuple[int, tuple[str, ...], Attested | None]] = field(default_factory=dict)
-    """By stage: news counted, live replicas, and the round that counted then."""
+    """By stage: news counted, voters, and the round that counted then."""
     _undecided: dict[int, float] = field(default_factory=dict)
     """Stages whose voters have all attested without a majority, with the time since then."""
     _products: dict[str, TiedEntry] = field(default_factory=dict)
@@ -296,16 +300,15 @@ class RecordBuilder:
 
     def _choice(self, stage: int) -> Attested | None:
         """The round of ``stage`` that counts, if any."""
-        live, known = self.live.stage(stage), self.news[stage]
+        voters, known = self.live.voters(stage), self.news[stage]
         before = self._chosen.get(stage)
-        if before is None or before[0] != known or before[1] != live or stage in self._undecided:
-            before = self._chosen[stage] = known, live, self._counting(stage, live)
+        if before is None or before[0] != known or before[1] != voters or stage in self._undecided:
+            before = self._chosen[stage] = known, voters, self._counting(stage, {*voters} - self._abstaining[stage])
         return before[2]
 
-    def _counting(self, stage: int, live: tuple[str, ...]) -> Attested | None:
-        rounds = self.rounds(stage)
+    def _counting(self, stage: int, voters: set[str]) -> Attested | None:
+        rounds, live = self.rounds(stage), self.live.stage(stage)
         attesting = {m for k in rounds for m in k.holders}
-        voters = set(live) - self._abstaining[stage]
         whole = [k for k in rounds if k.complete(live, attesting)]
         whole = [k for k in whole if not k.holders.keys().isdisjoint(live)] or whole  # else the gradient may be lost
         most = held_by_most(whole, voters)

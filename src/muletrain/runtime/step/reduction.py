@@ -161,6 +161,7 @@ class Reduction:
         if state.gradient is not None:
             self._attest(state.gradient)
         self._exchange.speak()
+        self._exchange.make_sure()
         held = None if state.gradient is None else state.gradient.for_record
         if (record := state.builder.record()) is not None and held != record.stages[roster.own.stage]:
             raise Behind(

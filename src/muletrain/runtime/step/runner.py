@@ -205,6 +205,7 @@ class StepRunner:
         assert state.gradient is not None  # the applied gradient
         self._log.add(state.builder, state.gradient, state.other)
         state.gradient = state.other = None  # cycles keep the state until garbage is collected: 1 GB for each step
+        self._ctx.roster.sure(self._ctx.roster.doubted())  # the step went on without them
         self._position.advance(record.hash)
         self._begin()
         self._position.settled = True
