@@ -100,8 +100,6 @@ def test_2_a_replica_that_hears_nobody_of_its_stage_makes_no_record() -> None:
     assert not of(outcome, LineageLeft)
 
 
-
-
 def test_3_a_replica_is_cut_from_the_holders_alone() -> None:
     """C waits for no attempt of its own: the step counts without it, and C takes what it missed once it can
     (``exchange.ask``: a peer at a later step ends this one)."""

@@ -18,7 +18,6 @@ from muletrain.runtime.members import rebalancing, watchdog
 from muletrain.runtime.members.detector import FailureDetector
 from muletrain.runtime.peer import peer
 from muletrain.runtime.recovery import forks, rollback
-from muletrain.runtime.step import exchange
 
 ROOT = Path(__file__).parents[1]
 
@@ -83,7 +82,6 @@ def test_each_level_waits_until_the_one_below_it_has_had_its_time() -> None:
     levels_s = [
         times.LAG_S,
         answer.seconds(),
-        exchange.LATE_S,
         times.AGAIN_S,
         Plan.adopt_after_s,
         times.GONE_S,

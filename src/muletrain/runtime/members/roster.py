@@ -332,6 +332,13 @@ class Roster:
         chosen = min(count, len(others))
         return tuple(others[(after + turn + k * len(others) // chosen) % len(others)] for k in range(chosen))
 
+    def one_of_each(self, turn: int) -> tuple[str, ...]:
+        """Returns a live peer of each other stage; each ``turn`` another one. Peers that come after each other by id choose
+        different ones."""
+        at = bisect.bisect(self.everyone(), self._own_id) + turn
+        stages = (self.stage(s) for s in range(self.genesis.stages) if s != self.own.stage)
+        return tuple(peers[at % len(peers)] for peers in stages if peers)
+
     def receivers(self) -> tuple[str, ...]:
         """Returns the live peers that get microbatches from here: of the next stage and, from a trainer, of the first
         stage."""

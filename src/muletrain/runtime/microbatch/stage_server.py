@@ -23,7 +23,7 @@ from muletrain.policy.deadline import CEILING_S, Usual
 from muletrain.policy.rooms import Turns
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.dispatcher import Unfinite
-from muletrain.runtime.microbatch.inflight import Accumulation
+from muletrain.runtime.microbatch.inflight import Accumulation, TooLate
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost, Room
 from muletrain.wire.codec import decode, encode, sample_codecs
 
@@ -301,10 +301,11 @@ class StageServer:
         return Turn(priority, partial(self._begin, job, phases))
 
     def _begin(self, job: _Job, phases: tuple[Phase, ...]) -> None:
-        """The turn of ``job`` on the compute slot has come. Raises TooLate, and _StoodStill before a backward."""
+        """The turn of ``job`` on the compute slot has come. Raises TooLate, before a backward also after a standstill of
+        this peer: other peers may have computed the microbatch meanwhile."""
         job.work.check()
         if "backward" in phases and job.absences != self.ctx.meter.absences:
-            raise _StoodStill
+            raise TooLate("this peer stood still")
         for phase in phases:
             self.ctx.chaos.reached(phase, job.message.step)
         job.begun = self.ctx.clock.now()
@@ -350,7 +351,7 @@ class StageServer:
             job.work.check()
             wanted = message.wanted and not job.elsewhere
             with (
-                suppress(_StoodStill),
+                suppress(TooLate),  # of a step that is over, the next check raises it again
                 Accumulation(job.work.ledger, message.index, ctx.news, wanted=wanted) as accumulation,
             ):
                 gradient = await backward(accumulation)
@@ -402,7 +403,3 @@ class StageServer:
             await self.ctx.send(peer, message, tensors)
         except NetworkError as e:  # the sender is gone: its trainer tries the microbatch again
             self.ctx.detector.mark_down(peer, e.why)
-
-
-class _StoodStill(MuletrainError):
-    """Other peers may have computed a microbatch meanwhile."""

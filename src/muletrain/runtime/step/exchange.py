@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +16,6 @@ from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
 from muletrain.runtime.averaging.messages import AskGradient
 from muletrain.runtime.core.times import AGAIN_S, GONE_S, LAG_S, pause_s
-from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.row import Abstain, Counts
 from muletrain.runtime.microbatch.position import Behind
@@ -37,15 +35,11 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.record_builder import Attested
     from muletrain.runtime.step.state import StepState
 
-ASKED = 64
-"""Live peers asked at once; in a larger fleet more, so that all were asked before a wait is given up."""
 ANEW = 4
 """Times that a peer may begin to accumulate a step's microbatches, before that is no progress for our waits: the peer
 may lie."""
 MAX_ASKED = 8
 """Peers asked to confirm that the run is beyond this step, and asked for the record after the first that knew it."""
-LATE_S = 3.0
-"""Shortest time that a peer may stay at an earlier step, after our first question, before being left out [s]."""
 
 
 class Rivals(Protocol):
@@ -60,7 +54,7 @@ class Rivals(Protocol):
 class Observed:
     """Observations of the other peers in past steps."""
 
-    late: Deadline = field(default_factory=lambda: Deadline(floor_s=LATE_S))
+    late: Deadline = field(default_factory=lambda: Deadline(floor_s=AGAIN_S))
     """How long a peer may stay at an earlier step: as long as we take to apply a step, or as late peers took."""
     left_out: Recent[None] = field(default_factory=Recent)
     """Peers that stayed at an earlier step for so long, and have not been in time since."""
@@ -239,8 +233,8 @@ class Exchange:
                 self._ctx.spawn(self._make_sure(peer), f"make sure of {peer[-6:]}")
 
     async def _make_sure(self, peer: PeerId) -> None:
-        """Ends once no other peer hears ``peer``, or ``peer`` is back, or with the step; within ``GONE_S``, since answers
-        may be lies."""
+        """Ask until no other peer hears ``peer``, or ``peer`` is back, or the step is over. Ends within ``GONE_S``: answers may
+        be lies."""
         roster, clock, state = self._ctx.roster, self._ctx.clock, self._state
         end_s = clock.now() + GONE_S
         for tries in itertools.count():
@@ -366,14 +360,17 @@ class Exchange:
             self._ctx.detector.mark_down(peer, f"it is still at step {row.step}", reached=True)
 
     async def ask_everyone(self) -> list[Row]:
-        """Ask all peers; in a large fleet some peers, and other peers the next time. Peers that are down are asked,
-        too, since a healed link does not announce itself, but are not waited for. Returns the answers of live peers."""
+        """Ask all peers; in a large run our replicas and one peer of each other stage, another one the next time. Peers
+        that are down are asked, too, since a healed link does not announce itself, but are not waited for. Returns the
+        answers of live peers."""
         roster, observed = self._ctx.roster, self._observed
         observed.asked_round += 1
         for peer in self._ctx.detector.worth_a_try(p for p in roster.everyone() if not roster.is_alive(p)):
             self._ctx.spawn(self.find_out(peer), "ask after the dead")
-        count = max(ASKED, math.ceil(len(roster.others()) / (MAX_SILENCE - 1)))
-        return await self._ask(roster.spread(count, observed.asked_round))
+        if self._state.size <= speakers.DIRECT:
+            return await self._ask(roster.spread(speakers.DIRECT, observed.asked_round))
+        one_each = roster.one_of_each(observed.asked_round)
+        return await self._ask((*filter(roster.is_alive, roster.replicas()), *one_each))
 
     async def ask_replicas(self, *, live: bool = False) -> list[Row]:
         """Ask all replicas (only the ``live`` ones), since a notice may be lost. Returns the answers."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from muletrain.errors import MuletrainError
 from muletrain.events import AveragingFailed, RoundGivenUp
-from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.averaging.mean_gradient import MeanGradient, fetch_gradient, tied_content
 from muletrain.runtime.averaging.rounds import Round, RoundFailed
+from muletrain.runtime.core.times import pause_s
 from muletrain.runtime.members.row import RoundEntry
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.company import LeftOut
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SWIFT_TRIES = 4
 """Attempts at a round without a pause in between: gaps are run again, a member dies."""
-PAUSE_S, PAUSE_MAX_S = 0.05, 2.0
-"""Seconds between later attempts, and between two tries to take a gradient from holders; doubles."""
-FAILED_S, FAILED_MAX_S = 0.2, 10.0
-"""Seconds of pause after the second failed averaging; doubles."""
 
 
 class Trainers(Protocol):
@@ -125,7 +121,7 @@ class Reduction:
                 if (taken := await self._gathered(self._take_any())) is not None:
                     gradient = taken
                     break
-                await self._ctx.clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
+                await self._ctx.clock.sleep(pause_s(tries))
         self._held_at = self._ctx.clock.now()
         self._state.hold(gradient)
         return gradient
@@ -286,7 +282,7 @@ class Reduction:
         ctx, step, averager, failed = self._ctx, self._state.step, self._state.averager, 0
         for tries in range(MAX_ATTEMPTS):
             if tries >= SWIFT_TRIES:  # the cause lasts longer
-                await self._pause(backoff_s(tries - SWIFT_TRIES, PAUSE_S, PAUSE_MAX_S))
+                await self._pause(pause_s(tries - SWIFT_TRIES))
             attempt = self._agreement.next_attempt()
             averager.begin()
             try:
@@ -304,7 +300,7 @@ class Reduction:
                 self._company.note_lost(averager.gone)
                 failed += 1
                 if failed > 1:  # each attempt sends the whole gradient
-                    await self._pause(backoff_s(failed - 2, FAILED_S, FAILED_MAX_S))
+                    await self._pause(pause_s(failed - 2))
                 await self._exchange.ask_replicas(live=True)
             except LeftOut:
                 await self._agreement.look_on()
