@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from muletrain.events import Event
 from proofs.witness import difference
 
 if TYPE_CHECKING:
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from muletrain.events import Event
     from proofs.scenario import Scenario
 
+E = TypeVar("E", bound=Event)
 LEFT = "left in order"
 POWERLESS = "lost power when the run had nothing left to do"
 
@@ -42,9 +43,19 @@ class Outcome:
     longest: float = 1.0
     """Longest step, relative to the shortest."""
     stood_s: float = 0.0
-    """Time from the end of the last fault to the next step [s]."""
+    """The longest time without a new step after the last fault [s]."""
     difference: float = 0.0
     """Largest error of a tensor: norm of the difference from a single process, over norm."""
+
+    def of(self, kind: type[E], *peers: str, **fields: Any) -> list[E]:
+        """The events of a kind, of all peers or of ``peers``, with these values of their ``fields``."""
+        return [
+            e
+            for e in self.events
+            if isinstance(e, kind)
+            and (not peers or e.peer in peers)
+            and all(getattr(e, name) == value for name, value in fields.items())
+        ]
 
 
 def judge(outcome: Outcome, states: dict[str, dict[str, Tensor]], history: list[dict[str, Tensor]]) -> None:

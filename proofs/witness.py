@@ -97,6 +97,12 @@ class Witness:
         self._counted: Counter[tuple[int, int, str]] = Counter()
         self._applied_s: dict[int, float] = {-1: 0.0}
         """When each step was first applied somewhere."""
+        self._over_s = 0.0
+        """When all faults so far are over."""
+
+    def disturbed(self, until_s: float) -> None:
+        """A fault begins that is over at ``until_s``."""
+        self._over_s = max(self._over_s, until_s)
 
     def applied(self, peer: str, record: StepRecord, compute: VirtualCompute | VirtualSwapped, now: float) -> None:
         """``peer`` has applied ``record``: its weights are a single process's after as many steps, and the same bits as
@@ -198,9 +204,9 @@ class Witness:
         return max(lengths) / statistics.median(lengths) if lengths and statistics.median(lengths) else 1.0
 
     def stood_s(self) -> float:
-        """Time from the end of the last fault to the next step; 0 where a fault does not end, or the run ended before [s]."""
-        over_s = max((f.at_s + f.for_s for f in self._scenario.faults), default=0.0)
-        return min((at_s for at_s in self._applied_s.values() if at_s > over_s), default=over_s) - over_s
+        """The longest time without a new step after the last fault; 0 if a fault does not end, or the run ended before [s]."""
+        after = [self._over_s, *sorted(at_s for at_s in self._applied_s.values() if at_s > self._over_s)]
+        return max((b - a for a, b in pairwise(after)), default=0.0)
 
     def _counted_once(self) -> None:
         faults, stages = self._scenario.faults, self._scenario.stages

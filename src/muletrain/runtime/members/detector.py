@@ -162,7 +162,7 @@ class FailureDetector:
         if row.late:
             self._suspect(peer, lineage, step, hearsay)
             self.look_after(peer, lineage, step)
-        if row.current:  # a peer at another step is of no use to this step
+        if row.current or row.step > step:  # a peer at an earlier step is of no use; a later one has this step's record
             self.mark_back(peer)
         return row
 
