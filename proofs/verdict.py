@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from muletrain.errors import Expelled
 from muletrain.events import Event
+from muletrain.runtime.members.watchdog import DeviceHung
+from muletrain.runtime.pool.servers import NoServer
 from proofs.witness import difference
 
 if TYPE_CHECKING:
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from muletrain.errors import MuletrainError
     from proofs.scenario import Scenario
 
 E = TypeVar("E", bound=Event)
@@ -30,6 +34,8 @@ class Outcome:
     scenario: Scenario
     violations: list[str] = field(default_factory=list)
     ends: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, MuletrainError] = field(default_factory=dict)
+    """What ended each peer that ended with an error."""
     timeline: list[tuple[float, str]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     """All events, in virtual time; those of the peers' slots with ``Scenario.trace``."""
@@ -93,9 +99,9 @@ def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
     scenario = outcome.scenario
     gone = {p for f in scenario.faults if f.kind == "kill" for p in f.who}
     corrupt = {p for f in scenario.faults if f.kind == "corrupt" for p in f.who}
-    gone |= {p for p in corrupt if "does not compute what its replicas compute" in outcome.ends.get(p, "")}
+    gone |= {p for p in corrupt if isinstance(outcome.errors.get(p), Expelled)}
     hung = {p for f in scenario.faults if f.kind == "hang" for p in f.who}
-    gone |= {p for p in hung if "so this peer ends" in outcome.ends.get(p, "")}
+    gone |= {p for p in hung if isinstance(outcome.errors.get(p), DeviceHung)}
     gone |= {p for f in scenario.faults if f.kind in ("kick", "lie") for p in f.who}
     gone |= {p for p, end in outcome.ends.items() if end in (LEFT, POWERLESS)}
     stateless = {p for p, end in outcome.ends.items() if "gives this peer the stage's state" in end}
@@ -103,7 +109,7 @@ def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
         if name in gone or name in states or (name not in outcome.ends and name in scenario.joining):
             continue
         end = outcome.ends.get(name, "")
-        alone = "no peer of stages" in end or "no trainer can" in end or "no server of stage" in end
+        alone = "no peer of stages" in end or "no trainer can" in end or isinstance(outcome.errors.get(name), NoServer)
         if name in stateless or (
             alone and (states or stateless)
         ):  # a client gives up before a server that asks for a state

@@ -330,6 +330,7 @@ class World(VirtualHost):
     def gave_up(self, name: str, error: MuletrainError) -> None:
         self.say(f"{name} ends: {error}")
         self._outcome.ends[name] = str(error)
+        self._outcome.errors[name] = error
 
     def _paced(self, stage: FaultyCompute, clock: LoopClock) -> PacedCompute:
         slower = self.scenario.slower

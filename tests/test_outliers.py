@@ -252,7 +252,7 @@ def test_who_missed_that_it_is_expelled_hears_of_it_from_the_record_or_those_wit
     # in one of these moments it has what the others judge it by, in another not
     for seed, before_s in itertools.product((7, 6, 5, 22, 3, 8), (0.005, 0.01, 0.015)):
         liar = corrupt("peer-1a", "hundredfold", 60.0)
-        end = frozen_before("peer_expelled", seed, before_s, for_s=0.9, liar=liar).ends["peer-1a"]
+        end = frozen_before(PeerExpelled, seed, before_s, for_s=0.9, liar=liar).ends["peer-1a"]
         assert any(text in end for text in told), end
         heard |= {text for text in told if text in end}
         if heard == told:
