@@ -57,7 +57,7 @@ def play_many(seeds: range, kind: str | None, jobs: int | None, *, json: bool) -
     """Play all seeds and print the first failures. Returns the number of seeds that broke a promise."""
     console, begin, failed, faults, kinds = make_console(), time.monotonic(), [], 0, Counter[str]()
     longest = 0.0, seeds.start  # a step, in medians of its run; and its seed
-    stood: list[tuple[float, int]] = []  # the longest wait after the last fault [s]; and its seed
+    stood: list[tuple[float, int]] = []  # the longest wait while no fault went on [s]; and its seed
     too_long: list[tuple[float, int, str]] = []  # such waits above the bound; and their scenarios
     with _processes(jobs or cpus()) as pool, doing("playing virtual worlds") as tell:
         for done, future in enumerate(as_completed([pool.submit(_play, seed, kind) for seed in seeds]), 1):
@@ -87,7 +87,7 @@ def play_many(seeds: range, kind: str | None, jobs: int | None, *, json: bool) -
     console.print(f"the longest step took {longest[0]:.0f} times the median of its run (seed {longest[1]})")
     usual_s, most_s = stood[len(stood) // 2][0], stood[int(0.99 * len(stood))][0]
     console.print(
-        f"after the last fault, the longest wait for a step took {usual_s:.1f} s (median), {most_s:.0f} s (99 of 100), at most "
+        f"while no fault went on, the longest wait for a step took {usual_s:.1f} s (median), {most_s:.0f} s (99 of 100), at most "
         f"{stood[-1][0]:.0f} s (seed {stood[-1][1]}); more than 30 s and two steps in {len(too_long)}"
     )
     for waited_s, seed, scenario in too_long[:SHOWN_FAILURES]:

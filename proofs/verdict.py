@@ -49,7 +49,7 @@ class Outcome:
     longest: float = 1.0
     """Longest step, relative to the shortest."""
     stood_s: float = 0.0
-    """The longest time without a new step after the last fault [s]."""
+    """The longest time after the first fault in which no fault went on and no step was new [s]."""
     difference: float = 0.0
     """Largest error of a tensor: norm of the difference from a single process, over norm."""
 

@@ -198,7 +198,7 @@ class World(VirtualHost):
         """A fault begins."""
         now = self.clock.now()
         self.say(f"FAULT {text}")
-        self._witness.disturbed(now + for_s)
+        self._witness.disturbed(now, for_s)
         fault = FaultInjected(what=kind, who=[*who], for_s=for_s, planned=text, step=0, t=now, peer="faults")
         self._outcome.events.append(fault)
 
