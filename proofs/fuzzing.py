@@ -57,8 +57,8 @@ def play_many(seeds: range, kind: str | None, jobs: int | None, *, json: bool) -
     """Play all seeds and print the first failures. Returns the number of seeds that broke a promise."""
     console, begin, failed, faults, kinds = make_console(), time.monotonic(), [], 0, Counter[str]()
     longest = 0.0, seeds.start  # a step, in medians of its run; and its seed
-    stood: list[tuple[float, int]] = []  # the wait after the last fault [s]; and its seed
-    too_long: list[int] = []
+    stood: list[tuple[float, int]] = []  # the longest wait while no fault went on [s]; and its seed
+    too_long: list[tuple[float, int, str]] = []  # such waits above the bound; and their scenarios
     with _processes(jobs or cpus()) as pool, doing("playing virtual worlds") as tell:
         for done, future in enumerate(as_completed([pool.submit(_play, seed, kind) for seed in seeds]), 1):
             result = future.result()
@@ -67,7 +67,7 @@ def play_many(seeds: range, kind: str | None, jobs: int | None, *, json: bool) -
             longest = max(longest, (result["longest"], result["seed"]))
             stood.append((result["stood_s"], result["seed"]))
             if result["stood_s"] > result["bound_s"]:
-                too_long.append(result["seed"])
+                too_long.append((result["stood_s"], result["seed"], result["scenario"]))
             tell(done / len(seeds), f"virtual worlds, {done} of {len(seeds)}")
             if result["violations"]:
                 failed.append(result["seed"])
@@ -75,9 +75,10 @@ def play_many(seeds: range, kind: str | None, jobs: int | None, *, json: bool) -
                     _show(result, json=json)
     seconds = time.monotonic() - begin
     stood.sort()
+    too_long.sort(reverse=True)
     if json:
         summary = {"seeds": len(seeds), "faults": faults, "failed": sorted(failed), "seconds": seconds}
-        waits = {"stood_s": [s for s, _ in stood], "longest_stood": stood[-1], "too_long": sorted(too_long)}
+        waits = {"stood_s": [s for s, _ in stood], "longest_stood": stood[-1], "too_long": too_long}
         print(jsonlib.dumps({**summary, "kinds": dict(sorted(kinds.items())), "longest": longest, **waits}))
         return len(failed)
     console.print(
@@ -86,9 +87,11 @@ def play_many(seeds: range, kind: str | None, jobs: int | None, *, json: bool) -
     console.print(f"the longest step took {longest[0]:.0f} times the median of its run (seed {longest[1]})")
     usual_s, most_s = stood[len(stood) // 2][0], stood[int(0.99 * len(stood))][0]
     console.print(
-        f"after the last fault, the next step took {usual_s:.1f} s (median), {most_s:.0f} s (99 of 100), at most {stood[-1][0]:.0f} s "
-        f"(seed {stood[-1][1]}); more than 30 s and two steps in {len(too_long)}"
+        f"while no fault went on, the longest wait for a step took {usual_s:.1f} s (median), {most_s:.0f} s (99 of 100), at most "
+        f"{stood[-1][0]:.0f} s (seed {stood[-1][1]}); more than 30 s and two steps in {len(too_long)}"
     )
+    for waited_s, seed, scenario in too_long[:SHOWN_FAILURES]:
+        console.print(f"{waited_s:.0f} s, seed {seed}: {scenario}", soft_wrap=True, markup=False, highlight=False)
     if failed:
         console.print(
             f"failed seeds: {sorted(failed)}; replay one with: python -m proofs fuzz --seed {min(failed)}"
@@ -129,22 +132,19 @@ def _end_with_parent() -> None:
 
 
 def _play(seed: int, kind: str | None = None, trace: Path | None = None) -> dict[str, Any]:
-    from muletrain.events import FaultInjected
     from proofs.draws import draw
     from proofs.play import play
+    from proofs.shrink import as_code
     from proofs.verdict import readable
 
-    outcome = play(replace(draw(seed, kind), trace=trace is not None))
+    drawn = draw(seed, kind)
+    outcome = play(replace(drawn, trace=trace is not None))
     gc.collect()  # a failed task that was not awaited warns when it is collected: now, not during a later seed
     if trace is not None:
-        faults = [
-            FaultInjected(t=t, peer="faults", what=text, who=[], for_s=0.0, planned=text, step=0)
-            for t, text in outcome.timeline
-            if text.startswith("FAULT")
-        ]
-        write_trace(trace, [*outcome.events, *faults])
+        write_trace(trace, outcome.events)
     return {
         "seed": seed,
+        "scenario": as_code(drawn),
         "faults": len(outcome.scenario.faults),
         "kinds": list(outcome.scenario.kinds),
         "longest": outcome.longest,

@@ -46,7 +46,7 @@ class Injection:
             self._doomed.append(doom := _Doom(fault, begin, [], asyncio.Event()))
             await doom.begun.wait()
         else:
-            world.say(f"FAULT {fault}")
+            world.injected(str(fault), fault.kind, fault.who, fault.for_s)
             begin()
         if end is not None:
             try:
@@ -108,7 +108,7 @@ class Injection:
             if fault.who[0] == sender and kind == fault.on and not world.tasks[sender].cancelling():
                 sent.append(kind)
                 if len(sent) == fault.nth:
-                    world.say(f"FAULT {fault}")
+                    world.injected(str(fault), fault.kind, fault.who, fault.for_s)
                     begin()
                     begun.set()
 

@@ -134,7 +134,7 @@ class Scenario:
 
     @property
     def bound_s(self) -> float:
-        """Time that the next step may take after the last fault: half a minute, and two usual steps [s]."""
+        """Time that the next step may take once no fault goes on: half a minute, and two usual steps [s]."""
         return 30.0 + 2 * self.step_s
 
     @property

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from muletrain.errors import Expelled
+from muletrain.events import Event
+from muletrain.runtime.members.watchdog import DeviceHung
+from muletrain.runtime.pool.servers import NoServer
 from proofs.witness import difference
 
 if TYPE_CHECKING:
@@ -14,9 +18,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from muletrain.events import Event
+    from muletrain.errors import MuletrainError
     from proofs.scenario import Scenario
 
+E = TypeVar("E", bound=Event)
 LEFT = "left in order"
 POWERLESS = "lost power when the run had nothing left to do"
 
@@ -29,6 +34,8 @@ class Outcome:
     scenario: Scenario
     violations: list[str] = field(default_factory=list)
     ends: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, MuletrainError] = field(default_factory=dict)
+    """What ended each peer that ended with an error."""
     timeline: list[tuple[float, str]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     """All events, in virtual time; those of the peers' slots with ``Scenario.trace``."""
@@ -42,9 +49,19 @@ class Outcome:
     longest: float = 1.0
     """Longest step, relative to the shortest."""
     stood_s: float = 0.0
-    """Time from the end of the last fault to the next step [s]."""
+    """The longest time after the first fault in which no fault went on and no step was new [s]."""
     difference: float = 0.0
     """Largest error of a tensor: norm of the difference from a single process, over norm."""
+
+    def of(self, kind: type[E], *peers: str, **fields: Any) -> list[E]:
+        """The events of a kind, of all peers or of ``peers``, with these values of their ``fields``."""
+        return [
+            e
+            for e in self.events
+            if isinstance(e, kind)
+            and (not peers or e.peer in peers)
+            and all(getattr(e, name) == value for name, value in fields.items())
+        ]
 
 
 def judge(outcome: Outcome, states: dict[str, dict[str, Tensor]], history: list[dict[str, Tensor]]) -> None:
@@ -82,9 +99,9 @@ def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
     scenario = outcome.scenario
     gone = {p for f in scenario.faults if f.kind == "kill" for p in f.who}
     corrupt = {p for f in scenario.faults if f.kind == "corrupt" for p in f.who}
-    gone |= {p for p in corrupt if "does not compute what its replicas compute" in outcome.ends.get(p, "")}
+    gone |= {p for p in corrupt if isinstance(outcome.errors.get(p), Expelled)}
     hung = {p for f in scenario.faults if f.kind == "hang" for p in f.who}
-    gone |= {p for p in hung if "so this peer ends" in outcome.ends.get(p, "")}
+    gone |= {p for p in hung if isinstance(outcome.errors.get(p), DeviceHung)}
     gone |= {p for f in scenario.faults if f.kind in ("kick", "lie") for p in f.who}
     gone |= {p for p, end in outcome.ends.items() if end in (LEFT, POWERLESS)}
     stateless = {p for p, end in outcome.ends.items() if "gives this peer the stage's state" in end}
@@ -92,7 +109,7 @@ def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
         if name in gone or name in states or (name not in outcome.ends and name in scenario.joining):
             continue
         end = outcome.ends.get(name, "")
-        alone = "no peer of stages" in end or "no trainer can" in end or "no server of stage" in end
+        alone = "no peer of stages" in end or "no trainer can" in end or isinstance(outcome.errors.get(name), NoServer)
         if name in stateless or (
             alone and (states or stateless)
         ):  # a client gives up before a server that asks for a state

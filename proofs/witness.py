@@ -97,6 +97,12 @@ class Witness:
         self._counted: Counter[tuple[int, int, str]] = Counter()
         self._applied_s: dict[int, float] = {-1: 0.0}
         """When each step was first applied somewhere."""
+        self._faults: list[tuple[float, float]] = []
+        """When each fault began and was over."""
+
+    def disturbed(self, now: float, for_s: float) -> None:
+        """A fault begins, and lasts ``for_s``."""
+        self._faults.append((now, now + for_s))
 
     def applied(self, peer: str, record: StepRecord, compute: VirtualCompute | VirtualSwapped, now: float) -> None:
         """``peer`` has applied ``record``: its weights are a single process's after as many steps, and the same bits as
@@ -198,9 +204,11 @@ class Witness:
         return max(lengths) / statistics.median(lengths) if lengths and statistics.median(lengths) else 1.0
 
     def stood_s(self) -> float:
-        """Time from the end of the last fault to the next step; 0 where a fault does not end, or the run ended before [s]."""
-        over_s = max((f.at_s + f.for_s for f in self._scenario.faults), default=0.0)
-        return min((at_s for at_s in self._applied_s.values() if at_s > over_s), default=over_s) - over_s
+        """The longest time after the first fault in which no fault went on and no step was new [s]."""
+        begin_s, end_s = min((begin for begin, _ in self._faults), default=math.inf), max(self._applied_s.values())
+        moments = {*self._applied_s.values(), *(at_s for fault in self._faults for at_s in fault)}
+        calm = pairwise(sorted(at_s for at_s in moments if begin_s <= at_s <= end_s))
+        return max((b - a for a, b in calm if not any(begin <= a < over for begin, over in self._faults)), default=0.0)
 
     def _counted_once(self) -> None:
         faults, stages = self._scenario.faults, self._scenario.stages

@@ -25,6 +25,7 @@ from muletrain.compute.threads import InlineExecutor
 from muletrain.data.tokens import digest_of
 from muletrain.events import (
     CheckpointWritten,
+    FaultInjected,
     FrameRefused,
     LineageLeft,
     MicrobatchRerouted,
@@ -62,7 +63,7 @@ from proofs.virtual_disks import Disks
 from proofs.witness import Watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable
     from pathlib import Path
 
     import numpy as np
@@ -160,7 +161,7 @@ class World(VirtualHost):
     async def _lose_power(self, at_s: float) -> None:
         """All machines at once."""
         await self.clock.sleep(at_s)
-        self.say("FAULT all machines lose power")
+        self.injected("all machines lose power", "power", self.networks, 0.0)
         self.cut_off = [name for name, task in self.tasks.items() if not task.done()]
         for name in self.networks:
             self.kill(name)
@@ -192,6 +193,14 @@ class World(VirtualHost):
     def say(self, text: str) -> None:
         """Into the timeline."""
         self._outcome.timeline.append((self.clock.now(), text.replace(f"{self._folder}/", "")))
+
+    def injected(self, text: str, kind: str, who: Iterable[str], for_s: float) -> None:
+        """A fault begins."""
+        now = self.clock.now()
+        self.say(f"FAULT {text}")
+        self._witness.disturbed(now, for_s)
+        fault = FaultInjected(what=kind, who=[*who], for_s=for_s, planned=text, step=0, t=now, peer="faults")
+        self._outcome.events.append(fault)
 
     def _first_members(self) -> Genesis:
         trainers = self.scenario.trainers
@@ -321,6 +330,7 @@ class World(VirtualHost):
     def gave_up(self, name: str, error: MuletrainError) -> None:
         self.say(f"{name} ends: {error}")
         self._outcome.ends[name] = str(error)
+        self._outcome.errors[name] = error
 
     def _paced(self, stage: FaultyCompute, clock: LoopClock) -> PacedCompute:
         slower = self.scenario.slower

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from muletrain.errors import ProtocolError
-from muletrain.events import SteppedBack
+from muletrain.events import CheckpointWritten, StageEmpty, StateKept, SteppedBack
 from muletrain.policy.assignment import Load, View
 from muletrain.policy.checkpoints import keepers, newest_complete
 from muletrain.runs.view import RunView
@@ -125,8 +125,8 @@ def test_a_run_whose_stage_lost_all_peers_steps_back_and_ends_with_the_same_numb
     outcome = play(scenario)
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert set(outcome.ends.values()) == {"finished"}
-    assert any("stepped_back" in text for _, text in outcome.timeline)
-    assert any("enough memory: let a machine join" in text for _, text in outcome.timeline) == (scenario.seed == 104)
+    assert outcome.of(SteppedBack)
+    assert bool(outcome.of(StageEmpty)) == (scenario.seed == 104)
 
 
 @pytest.mark.parametrize("stages", [(1, 2), (2, 2), (1, 1, 2)])
@@ -136,8 +136,7 @@ def test_the_stage_of_the_coordinator_is_lost_and_the_checkpoint_is_not(stages: 
     scenario = Scenario(106, stages, sum(stages), 6, 6, 0.01, gone, apart=True, **QUICK)
     outcome = play(scenario)
     assert outcome.violations == [], "\n".join(readable(outcome))
-    (back, *_) = [text for _, text in outcome.timeline if "stepped_back" in text]
-    assert " to=0 " not in back
+    assert outcome.of(SteppedBack)[0].to > 0
     assert set(outcome.ends.values()) == {"finished"}
 
 
@@ -148,7 +147,7 @@ def test_a_stage_that_was_only_away_joins_the_new_branch() -> None:
     outcome = play(frozen)
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.ends["peer-1a"] == "finished"
-    assert any("peer-1a stepped_back" in text for _, text in outcome.timeline)
+    assert outcome.of(SteppedBack, "peer-1a")
 
 
 def test_a_replica_too_far_behind_to_be_of_use_soon_counts_as_without_a_state() -> None:
@@ -157,8 +156,8 @@ def test_a_replica_too_far_behind_to_be_of_use_soon_counts_as_without_a_state() 
     faults = (Fault(0.5, "cut", ("peer-0a",), 10.0), Fault(9.0, "kill", ("peer-0b",)))
     outcome = play(Scenario(1, (2, 1), 3, 11, 4, 0.05, faults, checkpoint_every=1))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert any("peer-0a stepped_back" in text for _, text in outcome.timeline)
-    assert sum("state_kept" in text for _, text in outcome.timeline) <= 2
+    assert outcome.of(SteppedBack, "peer-0a")
+    assert len(outcome.of(StateKept)) <= 2
 
 
 def test_when_the_collector_dies_the_run_ends_with_a_checkpoint() -> None:
@@ -168,9 +167,8 @@ def test_when_the_collector_dies_the_run_ends_with_a_checkpoint() -> None:
         )
         assert outcome.violations == [], "\n".join(readable(outcome))
         assert outcome.virtual_s < 60
-        written = [text for _, text in outcome.timeline if "checkpoint_written step=3" in text]
-        assert written
-        assert not any("peer-0a" in text for text in written)
+        assert outcome.of(CheckpointWritten, step=3)
+        assert not outcome.of(CheckpointWritten, "peer-0a", step=3)
 
 
 @pytest.mark.parametrize("plant", [planted.without_moments, planted.the_beginning_is_near_enough])

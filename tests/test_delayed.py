@@ -4,12 +4,12 @@ changes for it."""
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import TYPE_CHECKING
 
 import pytest
 
 from muletrain.compute import scaling
+from muletrain.events import FaultInjected, MicrobatchesRerun, PeerMoved, StepApplied
 from proofs.play import play
 from proofs.scenario import Fault, Scenario
 from proofs.verdict import Outcome, readable
@@ -40,7 +40,7 @@ def played(scenario: Scenario) -> Outcome:
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_the_scenarios_are_survived(scenario: Scenario) -> None:
     outcome = played(delayed(scenario))
-    assert any("FAULT" in text for _, text in outcome.timeline)
+    assert outcome.of(FaultInjected)
 
 
 def test_averaging_overlaps_with_the_next_step() -> None:
@@ -56,8 +56,7 @@ def test_fp16_that_overflows_skips_steps_that_were_computed_with_the_scale_of_th
     monkeypatch.setattr(scaling, "FIRST", 2.0**17)
     half = ("compute.precision=fp16", "optimizer.eps=0.1")
     outcome = played(delayed(Scenario(9, (2, 1), 2, 5, 4, 0.01, (), overrides=half, tolerance=1e-4)))
-    applied = [re.search(r"step=(\d) stage=\d skipped=(\w+)", text) for _, text in outcome.timeline]
-    skipped = {int(found[1]) for found in applied if found and found[2] == "True"}
+    skipped = {e.step for e in outcome.of(StepApplied, skipped=True)}
     assert {1, 2} <= skipped < {1, 2, 3, 4, 5}
 
 
@@ -65,9 +64,8 @@ def test_who_leaves_or_moves_does_so_between_two_steps() -> None:
     going = (Fault(0.4, "leave", ("peer-0b",)), Fault(1.2, "move", ("peer-1c",)))
     outcome = played(delayed(Scenario(34, (2, 3), 2, 5, 8, 0.02, going)))
     assert outcome.ends["peer-0b"] == "left in order"
-    assert any("peer_moved name=peer-1c stage=1 target=0" in text for _, text in outcome.timeline)
-    again = [text for _, text in outcome.timeline if "microbatches_rerun" in text]
-    assert again == [], "who wants to go takes nothing of the next step"
+    assert outcome.of(PeerMoved, name="peer-1c", stage=1, target=0)
+    assert not outcome.of(MicrobatchesRerun), "who wants to go takes nothing of the next step"
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ steps, when waits follow from measured times. Each docstring names the rule with
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from muletrain.events import (
-    Event,
     LeaveCancelled,
     LineageLeft,
     MicrobatchesRerun,
@@ -26,8 +25,6 @@ from proofs.verdict import Outcome, readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-E = TypeVar("E", bound=Event)
 
 A, B, C, X, Y, Z = "peer-0a", "peer-0b", "peer-0c", "peer-1a", "peer-1b", "peer-2a"
 BEGIN_S = 3.2
@@ -51,15 +48,10 @@ def played(scenario: Scenario, *, within_s: float = 0.0) -> Outcome:
     return outcome
 
 
-def of(outcome: Outcome, kind: type[E], *peers: str) -> list[E]:
-    """The events of a kind, of all peers or of ``peers``."""
-    return [e for e in outcome.events if isinstance(e, kind) and (not peers or e.peer in peers)]
-
-
 def stood_s(outcome: Outcome) -> float:
     """The longest time in which no peer applied a step that nobody had applied before [virtual s]."""
     first: dict[int, float] = {}
-    for event in of(outcome, StepApplied):
+    for event in outcome.of(StepApplied):
         first.setdefault(event.step, event.t)
     return max(b - a for a, b in pairwise([0.0, *sorted(first.values())]))
 
@@ -67,7 +59,7 @@ def stood_s(outcome: Outcome) -> float:
 def records(outcome: Outcome, peers: Iterable[str]) -> dict[int, set[str]]:
     """The records of each step that ``peers`` applied."""
     found: dict[int, set[str]] = {}
-    for event in of(outcome, StepApplied, *peers):
+    for event in outcome.of(StepApplied, *peers):
         found.setdefault(event.step, set()).add(event.lineage)
     return found
 
@@ -88,8 +80,8 @@ def test_1_the_first_holder_loses_its_replicas_and_dies_before_they_have_its_gra
     cuts = (loses(A, other, 100.0, on="round_entry") for other in (B, C))
     outcome = played(world(*cuts, Fault(4.75, "kill", (A,))))
     assert all_finished(outcome)
-    assert of(outcome, MicrobatchesRerun, B, C), "of A's"
-    assert not of(outcome, SteppedBack)
+    assert outcome.of(MicrobatchesRerun, B, C), "of A's"
+    assert not outcome.of(SteppedBack)
 
 
 def test_2_a_replica_that_hears_nobody_of_its_stage_makes_no_record() -> None:
@@ -97,7 +89,7 @@ def test_2_a_replica_that_hears_nobody_of_its_stage_makes_no_record() -> None:
     outcome = played(world(loses(A, B, 5.0), loses(A, C, 5.0)), within_s=SOON_S)
     assert all_finished(outcome)
     assert all(len(lineages) == 1 for lineages in records(outcome, outcome.ends).values())
-    assert not of(outcome, LineageLeft)
+    assert not outcome.of(LineageLeft)
 
 
 def test_3_a_replica_is_cut_from_the_holders_alone() -> None:
@@ -108,8 +100,8 @@ def test_3_a_replica_is_cut_from_the_holders_alone() -> None:
     )
     outcome = played(world(*parted))
     assert all_finished(outcome)
-    assert of(outcome, StateMissed, C)
-    assert not of(outcome, LineageLeft)
+    assert outcome.of(StateMissed, C)
+    assert not outcome.of(LineageLeft)
 
 
 def test_6_a_peer_begins_anew_under_its_identity_before_it_is_missed() -> None:
@@ -118,7 +110,7 @@ def test_6_a_peer_begins_anew_under_its_identity_before_it_is_missed() -> None:
     faults = Fault(BEGIN_S, "kill", (A,), on="shard"), Fault(4.66, "join", (A,))
     outcome = played(world(*faults), within_s=SOON_S)
     assert all_finished(outcome)
-    assert not of(outcome, LineageLeft)
+    assert not outcome.of(LineageLeft)
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["9", "8"])
@@ -129,7 +121,7 @@ def test_8_and_9_a_replica_that_froze_holding_the_step_attests_after_the_other_d
     cuts = (Fault(4.5, "cut", (Y, other), 5.0) for other in (B, X, Z) if apart)
     outcome = played(world(*frozen, *cuts, stages=(2, 2, 1)))
     assert all_finished(outcome)
-    assert of(outcome, MicrobatchesRerun, B), "of A's"
+    assert outcome.of(MicrobatchesRerun, B), "of A's"
 
 
 def test_10_microbatches_of_the_next_step_after_two_records_are_told_apart() -> None:
@@ -139,7 +131,7 @@ def test_10_microbatches_of_the_next_step_after_two_records_are_told_apart() -> 
     outcome = played(world(parted, stages=(2, 2, 2), steps=10, overrides=DELAYED))
     assert all_finished(outcome)
     assert any(len(lineages) == 2 for lineages in records(outcome, outcome.ends).values())
-    assert of(outcome, LineageLeft)
+    assert outcome.of(LineageLeft)
 
 
 def test_12_one_of_two_leaves_and_the_other_dies_before_the_step_is_agreed_on() -> None:
@@ -153,8 +145,8 @@ def test_12_one_of_two_leaves_and_the_other_dies_after_the_step_is_agreed_on() -
     """Who leaves asks first whether a replica has the step, and comes back (``departure.taken_over``)."""
     outcome = played(world(Fault(BEGIN_S, "leave", (X,)), Fault(BEGIN_S, "kill", (Y,), on="round_entry")))
     assert all_finished(outcome)
-    assert of(outcome, LeaveCancelled, X)
-    assert not of(outcome, SteppedBack)
+    assert outcome.of(LeaveCancelled, X)
+    assert not outcome.of(SteppedBack)
 
 
 def test_14_the_first_replica_is_heard_by_nobody_of_its_stage_for_a_while() -> None:
@@ -191,8 +183,8 @@ def test_19_no_microbatch_runs_twice_in_a_step_without_faults(overrides: tuple[s
     """Frames overtake each other for up to a second. No microbatch is taken for lost within the time that answers take
     (``policy.trips``)."""
     outcome = played(Scenario(1, (3, 2, 1), 3, 3, 24, 0.1, (), overrides=overrides, stalls=0.3))
-    assert sum(e.recomputed for e in of(outcome, StepApplied)) == 0
-    assert not of(outcome, MicrobatchesRerun)
+    assert sum(e.recomputed for e in outcome.of(StepApplied)) == 0
+    assert not outcome.of(MicrobatchesRerun)
 
 
 @pytest.mark.parametrize("heard", [0, 1])

@@ -39,6 +39,15 @@ def test_a_stage_whose_links_flap_goes_on(scenario: Scenario) -> None:
     assert outcome.stood_s <= LONGEST_S + 2 * scenario.step_s
 
 
+@pytest.mark.parametrize("seed", [3032, 3061])
+def test_a_replica_that_answers_from_the_next_step_is_counted_on_again(seed: int) -> None:
+    """The only trainer applied a step alone while cut off, and its replicas marked it down. They heard its record once the
+    links were back, and did not count the record of a peer that was down (``detector.probe``)."""
+    outcome = play(draw(seed, "flapping links"))
+    assert outcome.violations == []
+    assert outcome.stood_s <= outcome.scenario.bound_s
+
+
 @pytest.mark.parametrize("seed", [43, 45])
 def test_half_of_a_stage_speaks_for_the_rest_before_a_minute_is_over(seed: int) -> None:
     """A replica that two others cannot hear holds the round, and asks them in vain. Found by 'python -m proofs fuzz'."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from muletrain.events import CheckpointWritten, FrameRefused, PeerDown, PeerExpelled, ReplicaApart, StepApplied
 from muletrain.runtime.members.row import RoundEntry, ShardFacts, Sync
 from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.peer.peer import Peer
@@ -63,22 +64,21 @@ def lying(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, InFlight
     patch.setattr(Microbatches, "begin", begins)
 
 
-def said(outcome: Outcome, text: str) -> list[str]:
-    return [line for _, line in outcome.timeline if text in line]
-
-
 def others(peer: Peer) -> tuple[PeerId, ...]:
     return peer.roster.replicas()
+
+
+def accused(outcome: Outcome) -> set[PeerId]:
+    return {e.remote for e in outcome.of(FrameRefused)}
 
 
 def names_the_liar(outcome: Outcome, liar: PeerId) -> None:
     """All that know better do, and accuse nobody else."""
     honest = {p for p, _ in outcome.scenario.members if p.startswith("peer-1")} - {liar}
-    accused = said(outcome, "frame_refused")
-    assert {line.split()[0] for line in accused if "round_entry" in line or "round entry" in line} >= honest
-    assert all(f"remote={liar} " in line for line in accused)
+    assert {e.peer for e in outcome.of(FrameRefused, remote=liar)} >= honest
+    assert accused(outcome) == {liar}
     assert set(outcome.ends.values()) == {"finished"}
-    assert not said(outcome, "peer_expelled")
+    assert not outcome.of(PeerExpelled)
 
 
 @pytest.mark.parametrize(("replicas", "liar"), LIARS)
@@ -119,8 +119,8 @@ def test_nor_with_another_that_knows_nothing_of_it(replicas: int, liar: str, mon
     lying(monkeypatch, liar, lie)
     outcome = played(replicas)
     assert set(outcome.ends.values()) == {"finished"}
-    assert not said(outcome, "peer_expelled")
-    assert all(f"remote={liar} " in line for line in said(outcome, "frame_refused"))
+    assert not outcome.of(PeerExpelled)
+    assert accused(outcome) <= {liar}
 
 
 def answering(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, Sync], dict[str, Any]]) -> None:
@@ -181,8 +181,7 @@ def test_who_speaks_for_another_is_refused(replicas: int, liar: str, monkeypatch
     answering(monkeypatch, liar, entry)
     outcome = played(replicas)
     assert set(outcome.ends.values()) == {"finished"}
-    refused = said(outcome, "frame_refused")
-    assert any(f"remote={liar} reason=round entry in another's name" in line for line in refused)
+    assert liar in accused(outcome)
 
 
 @pytest.mark.parametrize("how", LIES)
@@ -195,8 +194,7 @@ def test_a_member_that_lies_costs_no_number(how: str) -> None:
     outcome = play(scenario)
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert {outcome.ends[p] for p in ("peer-0a", "peer-0b", "peer-1c")} == {"finished"}
-    longest = max(t for t, text in outcome.timeline if "step_applied" in text)
-    assert longest < {
+    assert outcome.of(StepApplied)[-1].t < {
         "work": 80.0,
         "seals": 80.0,
         "attests": 80.0,
@@ -204,7 +202,7 @@ def test_a_member_that_lies_costs_no_number(how: str) -> None:
         "alone": 200.0,
         "holds": 650.0,
     }.get(how, 20.0)
-    assert [t for t, text in outcome.timeline if "checkpoint_written" in text]
+    assert outcome.of(CheckpointWritten)
 
 
 @pytest.mark.parametrize(("seed", "liar"), [(1, "peer-1a"), (5, "peer-1a"), (5, "peer-1c")])
@@ -222,7 +220,7 @@ def test_a_replica_that_answers_but_never_seals_is_left_out_of_many_steps() -> N
     outcome = play(Scenario(3, (2, 3), 2, 8, 8, 0.02, (lies,)))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.virtual_s < 90.0, "only one step waits for it"
-    assert len(said(outcome, "replica_apart")) == 2
+    assert len(outcome.of(ReplicaApart)) == 2
 
 
 @pytest.mark.parametrize(
@@ -246,8 +244,7 @@ def test_a_replica_that_holds_up_the_end_of_steps_is_left_out_of_many(
     outcome = play(Scenario(3, (2, replicas), 2, 8, 8, 0.02, (lies,)))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.virtual_s < most_s
-    left_out = said(outcome, f"name={liar} why=")
-    assert [line for line in left_out if line.endswith("steps=8" if how == "alone" else "steps=16")]
+    assert outcome.of(ReplicaApart, name=liar, steps=8 if how == "alone" else 16)
 
 
 def test_two_replicas_that_leave_each_other_out_both_have_missing_microbatches_run_again() -> None:
@@ -267,7 +264,7 @@ def test_a_trainer_that_gives_out_other_text_is_refused_by_who_has_the_data() ->
     lies = Fault(0.3, "lie", ("peer-0b",), FOR_EVER_S, how="forged")
     outcome = play(Scenario(3, (3, 2), 3, 4, 8, 0.02, (lies,)))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert said(outcome, "other samples than the data of this peer")
+    assert accused(outcome) == {"peer-0b"}
 
 
 @pytest.mark.parametrize(("begin_s", "most_s"), [(0.05, 1100.0), (0.3, 200.0)])
@@ -288,4 +285,4 @@ def test_a_member_of_a_slow_round_that_says_it_is_a_step_ahead_is_left_out_of_th
     outcome = play(Scenario(3, (3, 1), 2, 2, 9, 0.01, (lies,), narrow=slow, weight=400.0, longer=10.0))
     assert {end for peer, end in outcome.ends.items() if peer != "peer-0c"} == {"finished"}
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert len(said(outcome, "is alive, but at step")) > 1
+    assert len(outcome.of(PeerDown, peer_id="peer-0c")) > 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +14,15 @@ import torch
 from muletrain.compute import scaling
 from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.compute.torch_compute import TorchCompute
+from muletrain.events import (
+    FaultInjected,
+    GradientStandsOut,
+    MicrobatchRerouted,
+    PeerDown,
+    StateMissed,
+    StepApplied,
+    SteppedBack,
+)
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.microbatch.messages import Busy
 from muletrain.runtime.step.record import StepRecord
@@ -79,7 +87,7 @@ def test_a_donor_whose_blocks_do_not_come_gives_way_to_another() -> None:
 def test_the_scenarios_are_survived(scenario: Scenario) -> None:
     outcome = play(scenario)
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert any("FAULT" in text for _, text in outcome.timeline)
+    assert outcome.of(FaultInjected)
 
 
 def _another_device(patch: pytest.MonkeyPatch, steps: range) -> None:
@@ -111,7 +119,7 @@ def test_a_replica_that_differs_in_the_last_bit_copies_the_others(
     outcome = play(Scenario(1, stages, 1, 4, 8, 0.01, (), same_bits=False))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.ends["peer-1b"] == "finished"
-    assert any("peer-1b state_missed" in text for _, text in outcome.timeline)
+    assert outcome.of(StateMissed, "peer-1b")
 
 
 def test_a_replica_that_differs_at_every_step_leaves_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +153,7 @@ def test_two_that_never_reach_each_other_cost_nothing_where_members_relay(relays
     never = Fault(0.0, "cut", ("peer-0b", "peer-1b"), FOR_EVER_S)
     outcome = play(Scenario(31, (2, 2), 2, 4, 8, 0.01, (never,), relays=relays))
     assert not outcome.violations
-    troubles = [text for _, text in outcome.timeline if "rerouted" in text or "suspected" in text]
+    troubles = [*outcome.of(MicrobatchRerouted), *outcome.of(PeerDown)]
     assert bool(troubles) != relays, "\n".join(readable(outcome))
     if relays:
         dying = Fault(1.0, "kill", ("peer-1a",))
@@ -188,7 +196,7 @@ def test_who_computes_again_dies_and_nobody_else_serves_the_stage(how: str) -> N
     )
     outcome = play(Scenario(1, (1, 2), 1, 2, 8, 0.01, faults))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert any("gradient_stands_out" in text for _, text in outcome.timeline)
+    assert outcome.of(GradientStandsOut)
     assert outcome.virtual_s < 10.0
 
 
@@ -206,7 +214,7 @@ def test_nobody_waits_for_a_replica_that_waits_for_those_that_go_on_without_it()
     outcome = play(draw(587))
     assert outcome.violations == [], "\n".join(readable(outcome))
     # newcomers that find everybody gone ask for some minutes more, or begin anew
-    assert max(t for t, text in outcome.timeline if "step_applied" in text and "-0j" not in text) < 30.0
+    assert max(e.t for e in outcome.of(StepApplied) if "-0j" not in e.peer) < 30.0
 
 
 def test_a_peer_that_waits_for_the_record_finds_replicas_that_it_believed_dead() -> None:
@@ -221,22 +229,22 @@ def test_a_stage_that_another_peer_reaches_is_not_lost() -> None:
     one_way = Fault(1.0, "one way", ("peer-0a", "peer-1a"), 60.0)
     outcome = play(Scenario(1, (2, 1), 2, 6, 8, 0.01, (one_way,), adopt_after_s=3.0))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert not any("stepped_back" in text for _, text in outcome.timeline)
+    assert not outcome.of(SteppedBack)
 
 
 def test_the_trainers_own_stage_is_not_lost_when_one_peer_of_the_next_does_not_reach_it() -> None:
     """Nobody else sends to it. That peer stepped back, and trained no more with the others."""
     one_way = Fault(4.2, "one way", ("peer-1a", "peer-0a"), FOR_EVER_S)
     outcome = play(Scenario(1, (1, 2, 2), 1, 4, 8, 0.01, (one_way,), adopt_after_s=5.0, checkpoint_every=1, apart=True))
-    assert not any("stepped_back" in text for t, text in outcome.timeline if t < 60.0), "\n".join(readable(outcome))
-    assert max(t for t, text in outcome.timeline if "step_applied" in text) < 60.0
+    assert not any(e.t < 60.0 for e in outcome.of(SteppedBack)), "\n".join(readable(outcome))
+    assert outcome.of(StepApplied)[-1].t < 60.0
 
 
 def test_a_stage_that_no_peer_before_it_reaches_is_lost_although_the_one_behind_it_is_reached() -> None:
     cuts = [Fault(1.0, "cut", (peer, "peer-1a"), FOR_EVER_S) for peer in ("peer-0a", "peer-0b")]
     outcome = play(Scenario(1, (2, 1, 2), 2, 4, 8, 0.01, tuple(cuts), adopt_after_s=3.0, checkpoint_every=1))
     assert {outcome.ends[p] for p in ("peer-0a", "peer-0b", "peer-2a", "peer-2b")} == {"finished"}
-    assert max(t for t, text in outcome.timeline if "step_applied" in text) < 400.0
+    assert outcome.of(StepApplied)[-1].t < 400.0
 
 
 @pytest.mark.parametrize(
@@ -314,8 +322,7 @@ def test_fp16_that_overflows_skips_the_step_for_all_and_goes_on_with_a_smaller_s
     half, killed = ("compute.precision=fp16", "optimizer.eps=0.1"), Fault(0.3, "kill", ("peer-0b",))
     outcome = play(Scenario(9, (2, 1), 2, 3, 4, 0.01, (killed,), overrides=half, tolerance=1e-4))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    applied = [re.search(r"step=(\d) stage=\d skipped=(\w+)", text) for _, text in outcome.timeline]
-    assert {(int(found[1]), found[2]) for found in applied if found} == {(1, "True"), (2, "True"), (3, "False")}
+    assert {(e.step, e.skipped) for e in outcome.of(StepApplied)} == {(1, True), (2, True), (3, False)}
 
 
 @pytest.mark.parametrize("seed", [0, 3, 6])

@@ -20,9 +20,11 @@ from proofs.draws import large
 from proofs.fuzzing import _play, _processes
 from proofs.links import Links
 from proofs.play import play
-from proofs.scenario import Fault, Scenario
+from proofs.reference import History
+from proofs.scenario import FOR_EVER_S, Fault, Scenario
 from proofs.shrink import as_code, shrunk
 from proofs.verdict import Outcome
+from proofs.witness import Witness
 from tests.test_fuzz import FALSE_GRADIENTS, FORKED, SCENARIOS
 
 
@@ -39,6 +41,18 @@ def test_what_breaks_a_promise_is_made_smaller_until_nothing_can_be_left_out() -
     )
     smallest = shrunk(whole, lambda s: any(f.who == ("peer-1a",) for f in s.faults) and s.microbatches > 1)
     assert as_code(smallest) == "Scenario(1, (1, 1), 2, 1, 2, 0.0, (Fault(1.5, 'cut', ('peer-1a',), for_s=0.8),))"
+
+
+def test_a_run_stands_still_while_no_fault_goes_on_and_no_step_is_new() -> None:
+    """A fault that waits for a frame may begin long after the one before. The wait in between counts, and no wait before
+    the first fault or after the last step does."""
+    witness = Witness(Scenario(1, (1, 1), 1, 3, 4, 0.0, ()), History(), lambda broken: None)
+    witness._applied_s |= {0: 40.0, 1: 41.0, 2: 130.0}
+    for begin_s, for_s in ((50.0, 8.0), (52.0, 1.0), (100.0, 29.0), (500.0, 0.0)):
+        witness.disturbed(begin_s, for_s)
+    assert witness.stood_s() == 42.0
+    witness.disturbed(51.0, FOR_EVER_S)
+    assert witness.stood_s() == 0.0
 
 
 def test_who_kills_it_leaves_no_process_behind() -> None:

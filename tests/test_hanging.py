@@ -20,7 +20,7 @@ from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.base import Microbatch
 from muletrain.compute.jobs import Jobs
 from muletrain.compute.torch_compute import TorchCompute
-from muletrain.events import Note
+from muletrain.events import MicrobatchesRerun, MicrobatchRerouted, Note, PeerDown, StepApplied, SteppedBack
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.worker_files import EXIT_ERROR
 from muletrain.runtime.core.times import LOOK_S
@@ -59,14 +59,9 @@ def hanging(*faults: Fault, stages: tuple[int, ...] = (2, 2), steps: int = STEPS
 def lengths_s(outcome: Outcome) -> list[float]:
     """From when one step was first applied somewhere until the next one was."""
     first: dict[int, float] = {0: 0.0}
-    for t, text in outcome.timeline:
-        if found := re.search(r" step_applied step=(\d+) ", text):
-            first.setdefault(int(found[1]), t)
+    for event in outcome.of(StepApplied):
+        first.setdefault(event.step, event.t)
     return [first[s] - first[s - 1] for s in sorted(first) if s]
-
-
-def said(outcome: Outcome, what: str) -> list[float]:
-    return [t for t, text in outcome.timeline if re.search(what, text)]
 
 
 # --- whole runs ----------------------------------------------------------------------------------------------------------
@@ -92,27 +87,23 @@ def test_a_device_that_hangs_for_ever_holds_up_one_step_and_ends_its_peer(
 def test_copies_go_out_for_what_a_late_device_owes_and_nothing_is_run_again_if_it_comes_back() -> None:
     """Lateness changes routing alone; afterwards the peer gets as much as before."""
     outcome = hanging(Fault(2.0, "hang", ("peer-1b",), LATE_S + 3.0))
-    copies = said(outcome, "1b: its device is late, so another peer computes a copy")
+    copies = outcome.of(MicrobatchRerouted, stage=1)
     assert copies
-    assert min(copies) - 2.0 < 2 * LATE_S + 1.0
-    assert not said(outcome, "peer_down|microbatches_rerun")
-    last = [text for _, text in outcome.timeline if f"peer-1b step_applied step={STEPS} " in text]
-    assert re.search("microbatches=[345] ", last[0]), "of 8"
+    assert 0.0 < min(e.t for e in copies) - 2.0 < 2 * LATE_S + 1.0
+    assert not [*outcome.of(PeerDown), *outcome.of(MicrobatchesRerun)]
+    assert outcome.of(StepApplied, "peer-1b", step=STEPS)[0].microbatches in (3, 4, 5), "of 8"
 
 
 def test_a_device_that_returns_after_its_peer_was_given_up_takes_part_again() -> None:
     outcome = hanging(Fault(2.0, "hang", ("peer-1b",), OUT_S + 6.0), steps=24)
-    assert said(
-        outcome,
-        "peer_down peer_id=peer-1b reason=answered a probe with: an operation of its device does not return",
-    )
-    last = [text for _, text in outcome.timeline if "peer-1b step_applied step=24 " in text]
-    assert "microbatches=0" not in last[0]
+    assert all("of its device does not return" in e.reason for e in outcome.of(PeerDown)), "it answers"
+    assert {e.peer_id for e in outcome.of(PeerDown)} == {"peer-1b"}
+    assert outcome.of(StepApplied, "peer-1b", step=24)[0].microbatches
 
 
 def test_the_last_peer_of_a_stage_is_not_given_up_for_being_slow() -> None:
     outcome = hanging(Fault(2.0, "hang", ("peer-1a",), 60.0), stages=(2, 1))
-    assert not said(outcome, "stepped_back|peer_down")
+    assert not [*outcome.of(SteppedBack), *outcome.of(PeerDown)]
     assert max(lengths_s(outcome)) < 60.0 + 10.0
 
 
@@ -124,7 +115,7 @@ def test_a_late_peer_is_not_counted_on_again_because_it_answers() -> None:
     scenario = Scenario(331, (3, 1), 2, 5, 6, 0.0, (hang,), overrides=("optimizer.delayed=true",), stalls=0.1)
     outcome = play(replace(scenario, relays=True, apart=True))
     assert outcome.violations == []
-    assert len(said(outcome, "peer_down peer_id=peer-0a")) <= 2 * len(scenario.members)
+    assert len(outcome.of(PeerDown, peer_id="peer-0a")) <= 2 * len(scenario.members)
 
 
 def test_a_step_that_waits_for_a_device_is_a_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
+from muletrain.events import StateMissed, StepApplied, TransferFailed
 from muletrain.network.base import Channel
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.deadline import Deadline
@@ -69,12 +70,7 @@ def slow_link(rate: float, steps: int) -> Scenario:
 
 def applied(outcome: Outcome, name: str) -> list[tuple[float, int, int]]:
     """(virtual s, steps, microbatches of the last of them) of each step."""
-    found = []
-    for t, text in outcome.timeline:
-        if text.startswith(f"{name} step_applied"):
-            fields = dict(word.split("=") for word in text.split()[2:])
-            found.append((t, int(fields["step"]), int(fields["microbatches"])))
-    return found
+    return [(e.t, e.step, e.microbatches) for e in outcome.of(StepApplied, name)]
 
 
 def test_over_a_slow_link_one_state_and_the_later_gradients_lead_to_serving_and_nobody_pauses(
@@ -103,7 +99,8 @@ def test_two_that_catch_up_do_not_wait_for_each_other() -> None:
     frozen = tuple(Fault(1.0, "freeze", (p,), 15.0) for p in ("peer-0b", "peer-0c"))
     outcome = play(Scenario(3, (3, 1), 1, 40, 4, 0.1, frozen))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert any("no settled state here now" in text for _, text in outcome.timeline), "one asked the other"
+    away = {"peer-0b", "peer-0c"}
+    assert any({e.peer, e.source} == away for e in outcome.of(TransferFailed)), "one asked the other"
     for name in ("peer-0b", "peer-0c"):
         assert next(t for t, _, microbatches in applied(outcome, name) if t > 16.0 and microbatches) < 16.0 + 8.0
 
@@ -303,7 +300,7 @@ def test_who_was_told_another_history_takes_its_replicas_state(monkeypatch: pyte
     )
     assert lied
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert any("another history" in text for _, text in outcome.timeline)
+    assert outcome.of(StateMissed, NEWCOMER)
     assert any(microbatches for _, _, microbatches in applied(outcome, NEWCOMER))
 
 

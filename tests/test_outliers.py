@@ -14,6 +14,16 @@ import torch
 
 from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.errors import ProtocolError
+from muletrain.events import (
+    Event,
+    FaultInjected,
+    FrameRefused,
+    GradientStandsOut,
+    PeerExpelled,
+    ResultsDiffer,
+    StepApplied,
+    StepSkipped,
+)
 from muletrain.optim.sketch import SIZE, packed, sketch, unpacked
 from muletrain.policy.outliers import Sum, alike, outlying, strange
 from muletrain.runs.chaos import spoil_next
@@ -209,10 +219,6 @@ def played(stages: tuple[int, ...], *faults: Fault, steps: int = 3) -> Outcome:
     return outcome
 
 
-def said(outcome: Outcome, text: str) -> list[str]:
-    return [line for _, line in outcome.timeline if text in line]
-
-
 def corrupt(who: str, how: str, for_s: float = 0.8) -> Fault:
     """During the first step."""
     return Fault(0.0, "corrupt", (who,), for_s, how=how)
@@ -234,8 +240,8 @@ def liars_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_three_the_liar_is_expelled_and_no_number_changes(how: str) -> None:
     outcome = played((2, 3), corrupt("peer-1a", how, 60.0), steps=5)
     assert [p for p, end in outcome.ends.items() if EXPELLED in end] == ["peer-1a"]
-    assert len(said(outcome, "peer_expelled peer_id=peer-1a")) == 4, "all others take note of it"
-    assert not said(outcome, "skipped=True")
+    assert len(outcome.of(PeerExpelled, peer_id="peer-1a")) == 4, "all others take note of it"
+    assert not outcome.of(StepApplied, skipped=True)
 
 
 @pytest.mark.usefixtures("liars_stay")
@@ -246,7 +252,7 @@ def test_who_missed_that_it_is_expelled_hears_of_it_from_the_record_or_those_wit
     # in one of these moments it has what the others judge it by, in another not
     for seed, before_s in itertools.product((7, 6, 5, 22, 3, 8), (0.005, 0.01, 0.015)):
         liar = corrupt("peer-1a", "hundredfold", 60.0)
-        end = frozen_before("peer_expelled", seed, before_s, for_s=0.9, liar=liar).ends["peer-1a"]
+        end = frozen_before(PeerExpelled, seed, before_s, for_s=0.9, liar=liar).ends["peer-1a"]
         assert any(text in end for text in told), end
         heard |= {text for text in told if text in end}
         if heard == told:
@@ -258,25 +264,25 @@ def test_who_missed_that_it_is_expelled_hears_of_it_from_the_record_or_those_wit
 def test_where_all_that_are_left_gave_up_they_stand_for_what_they_compute_again(seed: int) -> None:
     """The liar freezes while others compute its microbatches again; when it is back, they may have lost another."""
     for before_s in (-0.3, -0.03, 0.005, 0.03, 0.3):
-        frozen_before("gradient_stands_out", seed, before_s, for_s=2.5, liar=corrupt("peer-1a", "hundredfold"))
+        frozen_before(GradientStandsOut, seed, before_s, for_s=2.5, liar=corrupt("peer-1a", "hundredfold"))
 
 
-def frozen_before(text: str, seed: int, before_s: float, for_s: float, liar: Fault) -> Outcome:
-    """The liar freezes so long before somebody says ``text`` for the first time."""
+def frozen_before(kind: type[Event], seed: int, before_s: float, for_s: float, liar: Fault) -> Outcome:
+    """The liar freezes so long before the first event of ``kind``."""
     late = Fault(60.0, "freeze", ("peer-1a",), for_s)  # a world without a freeze goes another way
     scenario = Scenario(seed, (2, 3), 2, 9, 8, 0.01, (liar, late))
-    at_s = min(t for t, line in play(scenario).timeline if text in line)
+    at_s = play(scenario).of(kind)[0].t
     outcome = play(replace(scenario, faults=(liar, replace(late, at_s=at_s - before_s))))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert said(outcome, "over: freeze"), "it froze before it left"
+    assert outcome.of(FaultInjected, what="freeze"), "it froze before it left"
     return outcome
 
 
 def test_one_bad_moment_leaves_a_replica_out_of_the_step_and_no_number_changes() -> None:
     outcome = played((2, 2), corrupt("peer-1b", "hundredfold"))
     assert set(outcome.ends.values()) == {"finished"}
-    assert said(outcome, "results_differ step=1 name=peer-1b")
-    assert said(outcome, "peer-1b step_applied step=1 stage=1 skipped=False microbatches=0")
+    assert outcome.of(ResultsDiffer, step=1, name="peer-1b")
+    assert outcome.of(StepApplied, "peer-1b", step=1, stage=1, skipped=False, microbatches=0)
 
 
 def test_who_computes_falsely_step_after_step_leaves() -> None:
@@ -292,15 +298,14 @@ def test_false_gradients_of_a_middle_stage_are_not_blamed_on_those_before_it(
     """Nor in the very first step, when nobody knows yet how long gradients are: then two peers of three decide."""
     outcome = played(stages, Fault(begin_s, "corrupt", ("peer-1b",), 0.8, how="hundredfold"))
     assert {end for p, end in outcome.ends.items() if p != "peer-1b"} == {"finished"}
-    assert said(outcome, "frame_refused remote=peer-1b")
-    assert not [line for line in said(outcome, "frame_refused") if "remote=peer-1b" not in line]
-    assert not [line for line in said(outcome, "gradient_stands_out") if "name=peer-0" in line]
+    assert {e.remote for e in outcome.of(FrameRefused)} == {"peer-1b"}
+    assert not [e for e in outcome.of(GradientStandsOut) if e.name.startswith("peer-0")]
 
 
 def test_activations_that_another_replica_computes_finite_cost_no_number() -> None:
     outcome = played((2, 2), corrupt("peer-0b", "activations"))
     assert set(outcome.ends.values()) == {"finished"}
-    assert said(outcome, "not finite")
+    assert outcome.of(FrameRefused, remote="peer-0b")
 
 
 @pytest.mark.parametrize(("stages", "how"), [((2, 1), "nan"), ((2, 1, 2), "activations")])
@@ -308,7 +313,7 @@ def test_a_lone_replica_s_bad_moment_costs_no_number(stages: tuple[int, ...], ho
     """Whom it gave what is not finite, compute it again, too."""
     outcome = played(stages, corrupt("peer-1a", how, 0.4))
     assert set(outcome.ends.values()) == {"finished"}
-    assert not said(outcome, "skipped=True")
+    assert not outcome.of(StepApplied, skipped=True)
 
 
 @pytest.mark.parametrize("judge", ["peer-1b", "peer-1c"])
@@ -348,9 +353,10 @@ def test_a_step_that_is_not_finite_is_skipped_by_everyone_as_by_a_single_process
     not_finite(monkeypatch, len(stages) - 2 if activations else len(stages) - 1, activations=activations)
     outcome = played(stages)
     assert set(outcome.ends.values()) == {"finished"}, "nobody lied"
-    assert len(said(outcome, "step_applied step=2 ")) == len(said(outcome, "skipped=True")) == sum(stages)
-    assert said(outcome, "step_skipped")
-    assert not said(outcome, "results_differ")
+    assert {e.skipped for e in outcome.of(StepApplied, step=2)} == {True}
+    assert len(outcome.of(StepApplied, step=2)) == len(outcome.of(StepApplied, skipped=True)) == sum(stages)
+    assert outcome.of(StepSkipped)
+    assert not outcome.of(ResultsDiffer)
 
 
 def test_who_finds_that_a_microbatch_is_not_finite_is_asked_again_where_nobody_else_takes_it(
@@ -381,6 +387,5 @@ def test_an_honest_outlier_is_computed_again_and_counts(
     not_finite(monkeypatch, len(stages) - 1, factor=300.0)
     outcome = played(stages)
     assert set(outcome.ends.values()) == {"finished"}
-    assert said(outcome, "gradient_stands_out")
-    assert not said(outcome, "results_differ")
-    assert not said(outcome, "frame_refused")
+    assert outcome.of(GradientStandsOut)
+    assert not [*outcome.of(ResultsDiffer), *outcome.of(FrameRefused)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from muletrain.config.load import load_config
-from muletrain.events import Event, MemberAdmitted, PeerDown, StepDone
+from muletrain.events import Event, MemberAdmitted, PeerDown, PeerMoved, StepDone
 from muletrain.runtime.members.leaving import Departure
 from proofs.play import play
 from proofs.scenario import Fault, Scenario
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 PERIOD_S = 5.0
 
 
-def moves(scenario: Scenario) -> list[tuple[float, str]]:
-    """(virtual s, what) of each move, in a world that keeps its promises."""
+def moves(scenario: Scenario) -> list[PeerMoved]:
+    """Each move, in a world that keeps its promises."""
     outcome = play(scenario)
     assert outcome.violations == [], "\n".join(readable(outcome))
-    return [(t, text.split(" name=")[1]) for t, text in outcome.timeline if " peer_moved " in text]
+    return outcome.of(PeerMoved)
 
 
 def test_one_and_three_become_two_and_two_within_three_periods_and_stay_so() -> None:
     found = moves(Scenario(4, (1, 3), 1, 16, 12, 0.01, (), "throughput", PERIOD_S))
-    assert [text.split(" ", 1)[1] for _, text in found] == ["stage=1 target=0"]
-    assert found[0][0] < 3 * PERIOD_S
+    assert [(move.stage, move.target) for move in found] == [(1, 0)]
+    assert found[0].t < 3 * PERIOD_S
 
 
 def test_who_thinks_better_of_it_when_it_is_agreed_moves_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

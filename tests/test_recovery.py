@@ -4,7 +4,6 @@ processes."""
 from __future__ import annotations
 
 import asyncio
-import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,6 +11,7 @@ import pytest
 
 from muletrain.clock import LoopClock
 from muletrain.compute.paced import PacedCompute
+from muletrain.events import AveragingFailed, MicrobatchesRerun, MicrobatchRerouted, PeerDown, StepApplied
 from muletrain.network.memory import MemoryHub
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Member
@@ -22,7 +22,7 @@ from muletrain.runtime.microbatch.survey import Survey
 from muletrain.sim.loop import run_virtually
 from proofs.play import play
 from proofs.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
-from proofs.verdict import readable
+from proofs.verdict import Outcome, readable
 from tests.virtual import virtually
 
 if TYPE_CHECKING:
@@ -36,26 +36,29 @@ if TYPE_CHECKING:
 SERVICE_S = FORWARD_S + BACKWARD_S
 STEPS, MICROBATCHES, DELAY_S = 8, 8, 0.01
 
-LATER = r"step=(?!1 )\d+"
-"""In the first step the first gradient that each one gets back is compared with another's."""
 
-
-def timeline(*faults: Fault, stages: tuple[int, ...] = (2, 2)) -> list[tuple[float, str]]:
+def played(*faults: Fault, stages: tuple[int, ...] = (2, 2)) -> Outcome:
     outcome = play(Scenario(1, stages, 1, STEPS, MICROBATCHES, DELAY_S, faults))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    return outcome.timeline
+    return outcome
 
 
-def first(what: str, happened: list[tuple[float, str]], after: float = 0.0) -> float:
-    return next((t for t, text in happened if t >= after and re.search(what, text)), float("inf"))
+def recomputed(outcome: Outcome) -> int:
+    """Microbatches that stage 1 computed again. In the first step the first gradient that each one gets back is compared
+    with another's."""
+    return sum(e.recomputed for e in outcome.of(StepApplied, stage=1) if e.step > 1)
+
+
+def end_s(outcome: Outcome) -> float:
+    return outcome.of(StepApplied, "peer-0a", step=STEPS)[0].t
 
 
 @pytest.mark.parametrize("victim", ["peer-0b", "peer-1b"])
 def test_the_work_of_a_dead_peer_is_given_out_again_at_once(victim: str) -> None:
     """Its streams end with it: nobody waits for a deadline."""
     at_s = 2.0  # in the middle of the third step
-    happened = timeline(Fault(at_s, "kill", (victim,)))
-    assert first("microbatch_rerouted", happened) - at_s < 5 * DELAY_S
+    outcome = played(Fault(at_s, "kill", (victim,)))
+    assert outcome.of(MicrobatchRerouted)[0].t - at_s < 5 * DELAY_S
 
 
 def test_what_died_with_a_peer_is_run_again_beside_the_rest_and_no_further_than_needed(
@@ -73,8 +76,8 @@ def test_what_died_with_a_peer_is_run_again_beside_the_rest_and_no_further_than_
         return await right(self, mb, grad, turn, accumulate=accumulate)
 
     monkeypatch.setattr(PacedCompute, "backward", backward)
-    happened = timeline(Fault(2.3, "kill", ("peer-1b",)))  # it has three of the third step's
-    assert not [text for _, text in happened if "microbatches_rerun" in text]
+    outcome = played(Fault(2.3, "kill", ("peer-1b",)))  # it has three of the third step's
+    assert not outcome.of(MicrobatchesRerun)
     assert not in_vain
 
 
@@ -82,8 +85,7 @@ def test_of_a_dead_trainers_microbatches_only_what_died_with_it_is_computed_agai
     """Whoever has one in its accumulator knows the loss, too."""
     outcome = play(Scenario(1, (3, 2), 3, STEPS, MICROBATCHES, DELAY_S, (Fault(1.9, "kill", ("peer-0c",)),)))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    applied = [re.search(rf"{LATER} stage=1 .* recomputed=(\d+)", text) for _, text in outcome.timeline]
-    assert sum(int(found[1]) for found in applied if found) <= 5, "stage 0 lost five"
+    assert recomputed(outcome) <= 5, "stage 0 lost five"
 
 
 @pytest.mark.parametrize("victim", ["peer-0b", "peer-1b"])
@@ -91,9 +93,9 @@ def test_a_frozen_peer_is_found_out_by_its_silence(victim: str) -> None:
     """It owes answers and gives none: others compute what it owes. That it is dead, all find out at the same time, not
     one by one."""
     at_s = 2.0  # in the middle of the third step
-    happened = timeline(Fault(at_s, "freeze", (victim,), 60.0))
-    assert first(f"microbatch_rerouted .*{victim[1:]}: it is silent", happened) - at_s < 3 * SERVICE_S + 0.5
-    suspected = [t for t, text in happened if f"peer_down peer_id={victim}" in text]
+    outcome = played(Fault(at_s, "freeze", (victim,), 60.0))
+    assert 0.0 < outcome.of(MicrobatchRerouted)[0].t - at_s < 3 * SERVICE_S + 0.5
+    suspected = [e.t for e in outcome.of(PeerDown, peer_id=victim)]
     assert len(suspected) == 3
     assert suspected[0] - at_s > 1.5, "that costs a rerun, and is not believed at once"
     assert suspected[-1] - suspected[0] < 0.5
@@ -101,14 +103,12 @@ def test_a_frozen_peer_is_found_out_by_its_silence(victim: str) -> None:
 
 def test_a_false_alarm_costs_what_was_computed_twice_and_nothing_else() -> None:
     """A peer that was silent for a second has what it owed in its accumulator, and nobody else has."""
-    happened = timeline(Fault(2.0, "freeze", ("peer-1b",), 1.0))
-    silent = sum("microbatch_rerouted" in text and "1b: it is silent" in text for _, text in happened)
-    assert silent > 0, "it was suspected"
-    assert not [text for _, text in happened if re.search("peer_down|microbatches_rerun|averaging_failed", text)]
-    applied = [re.search(r"stage=1 .*microbatches=(\d+) recomputed=(\d+)", text) for _, text in happened]
-    assert sum(int(found[1]) for found in applied if found) == STEPS * MICROBATCHES
-    applied = [re.search(rf"{LATER} stage=1 .* recomputed=(\d+)", text) for _, text in happened]
-    assert sum(int(found[1]) for found in applied if found) <= silent
+    outcome = played(Fault(2.0, "freeze", ("peer-1b",), 1.0))
+    rerouted = outcome.of(MicrobatchRerouted, stage=1)
+    assert rerouted, "it was suspected"
+    assert not [*outcome.of(PeerDown), *outcome.of(MicrobatchesRerun), *outcome.of(AveragingFailed)]
+    assert sum(e.microbatches for e in outcome.of(StepApplied, stage=1)) == STEPS * MICROBATCHES
+    assert recomputed(outcome) <= len(rerouted)
 
 
 def test_who_is_slow_to_answer_gets_twice_the_time_when_it_is_asked_again() -> None:
@@ -220,19 +220,17 @@ def test_a_microbatch_that_a_peer_says_it_works_on_is_waited_for_while_that_peer
 
 
 def test_a_peer_that_comes_back_gets_work_again() -> None:
-    happened = timeline(Fault(2.0, "freeze", ("peer-1b",), 4.0))
-    back_s = first("over: freeze", happened)
-    assert first("peer_down peer_id=peer-1b", happened) < back_s
-    applied = [re.search(r"peer-1b step_applied .* microbatches=(\d+)", text) for t, text in happened if t > back_s]
-    later = [int(found[1]) for found in applied if found][1:]  # the first has what it did before
-    assert sum(later) > 0
+    outcome, back_s = played(Fault(2.0, "freeze", ("peer-1b",), 4.0)), 6.0
+    assert outcome.of(PeerDown, peer_id="peer-1b")[0].t < back_s
+    later = [e.microbatches for e in outcome.of(StepApplied, "peer-1b") if e.t > back_s]
+    assert sum(later[1:]) > 0  # the first has what it did before
 
 
 def test_the_last_peer_of_a_stage_is_waited_for() -> None:
     """Nobody could do its work, so it is neither suspected nor given up: that would end in no peer at all."""
-    happened = timeline(Fault(2.0, "freeze", ("peer-1a",), 1.0), stages=(2, 1))
-    assert not [text for _, text in happened if "microbatch_rerouted" in text]
-    assert first(f"peer-0a step_applied step={STEPS} ", happened) < first("over: freeze", happened) + STEPS * 2.0
+    outcome = played(Fault(2.0, "freeze", ("peer-1a",), 1.0), stages=(2, 1))
+    assert not outcome.of(MicrobatchRerouted)
+    assert end_s(outcome) < 3.0 + STEPS * 2.0
 
 
 @pytest.mark.parametrize(("kind", "limit_s"), [("kill", 2.0), ("freeze", 6.0)])
@@ -240,11 +238,10 @@ def test_no_moment_is_a_bad_one_to_go(kind: str, limit_s: float) -> None:
     """Wherever in a step a replica goes (between its announcement and its part of the sum, too), the run loses
     seconds."""
     stages = (3, 3)
-    end = f"peer-0a step_applied step={STEPS} "
-    undisturbed_s = first(end, timeline(stages=stages))
+    undisturbed_s = end_s(played(stages=stages))
     for k in range(3):
         at_s = (4 + k / 3) * undisturbed_s / STEPS
-        took_s = first(end, timeline(Fault(at_s, kind, ("peer-1b",), 0.0 if kind == "kill" else 100.0), stages=stages))
+        took_s = end_s(played(Fault(at_s, kind, ("peer-1b",), 0.0 if kind == "kill" else 100.0), stages=stages))
         assert took_s - undisturbed_s < limit_s
 
 
@@ -255,12 +252,11 @@ def test_requests_of_a_step_that_has_ended_are_given_up() -> None:
     outcome = play(Scenario(0, (1, 3, 1), 1, 5, 6, 0.0, (slow, *joins)))
     assert outcome.violations == [], "\n".join(readable(outcome))
     step: dict[str, int] = {}
-    for _, text in outcome.timeline:
-        peer, kind, *_ = text.split()
-        if kind in ("step_applied", "microbatch_rerouted"):
-            number = int(text.split(" step=")[1].split()[0])
-            assert kind == "step_applied" or number >= step.get(peer, 0), text
-            step[peer] = number if kind == "step_applied" else step.get(peer, 0)
+    for event in outcome.events:
+        if isinstance(event, StepApplied):
+            step[event.peer] = event.step
+        elif isinstance(event, MicrobatchRerouted):
+            assert event.step >= step.get(event.peer, 0), event
 
 
 @pytest.mark.parametrize("at_s", [2.2, 2.9])

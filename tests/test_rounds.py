@@ -6,13 +6,25 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 import torch
 
 from muletrain.clock import LoopClock
 from muletrain.compute.torch_compute import TorchCompute
+from muletrain.events import (
+    AveragingFailed,
+    FaultInjected,
+    FrameRefused,
+    GradientTaken,
+    LeftBehind,
+    MicrobatchesRerun,
+    RoundGivenUp,
+    StateMissed,
+    StepApplied,
+    WeightsDiffer,
+)
 from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.views import GroupView, counted_on, yields
@@ -37,9 +49,6 @@ from proofs.play import play
 from proofs.scenario import FOR_EVER_S, Fault, Scenario, planned
 from proofs.verdict import Outcome, readable
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -49,32 +58,24 @@ def played(stages: tuple[int, ...], *faults: Fault, microbatches: int = 8, overr
     return outcome
 
 
-def said(outcome: Outcome, text: str, within: tuple[float, float] = (0.0, 1e9)) -> list[float]:
-    """When somebody said ``text`` [virtual s]."""
-    return [t for t, line in outcome.timeline if text in line and within[0] <= t <= within[1]]
-
-
-def first(times: Iterable[float]) -> float:
-    return next(iter(times))
-
-
 def applied(outcome: Outcome, peer: str, step: int) -> float:
-    return first(said(outcome, f"{peer} step_applied step={step} "))
+    """When ``peer`` first applied a step [virtual s]."""
+    return outcome.of(StepApplied, peer, step=step)[0].t
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_replica_that_dies_before_its_word_is_heard_costs_no_rerun_of_that_step(nth: int) -> None:
     """It had returned its last chunk, so that the other one holds everything, and says that it goes on alone."""
     outcome = played((2, 2), Fault(0.0, "kill", ("peer-1b",), on="round_entry", nth=nth))
-    fault = first(said(outcome, "FAULT"))
-    assert applied(outcome, "peer-1a", 1) < fault + 0.2
-    assert not said(outcome, "microbatches_rerun"), "what it had accumulated is in the gradient"
+    (fault,) = outcome.of(FaultInjected)
+    assert applied(outcome, "peer-1a", 1) < fault.t + 0.2
+    assert not outcome.of(MicrobatchesRerun), "what it had accumulated is in the gradient"
 
 
 def test_a_replica_that_dies_while_it_returns_chunks_does_not_hold_up_those_that_lack_one() -> None:
     outcome = played((2, 3), Fault(0.0, "kill", ("peer-1c",), on="reduced", nth=2))
-    fault = first(said(outcome, "FAULT"))
-    assert all(applied(outcome, f"peer-1{k}", 1) < fault + 2.0 for k in "ab")
+    (fault,) = outcome.of(FaultInjected)
+    assert all(applied(outcome, f"peer-1{k}", 1) < fault.t + 2.0 for k in "ab")
 
 
 def test_the_first_holder_dies_before_all_know_of_it() -> None:
@@ -83,21 +84,21 @@ def test_the_first_holder_dies_before_all_know_of_it() -> None:
     for holder in ("peer-1a", "peer-1b"):
         second = Fault(0.0, "kill", (holder,), on="round_entry", nth=3)
         outcome = played((2, 3), Fault(0.0, "kill", ("peer-1c",), on="reduced", nth=2), second)
-        assert len(said(outcome, "FAULT")) == 2
+        assert len(outcome.of(FaultInjected)) == 2
         assert outcome.virtual_s < 45, "one wait for a chunk, unmeasured yet"
 
 
 def test_who_missed_a_chunk_takes_the_gradient_from_a_holder() -> None:
     outcome = played((2, 3), Fault(0.0, "damage", ("peer-1c",), on="reduced", nth=1))
-    (lacking,) = said(outcome, "averaging_failed")  # the others' round held, and no other one was needed
-    assert max(applied(outcome, f"peer-1{k}", 1) for k in "abc") < lacking + 0.2
-    assert not said(outcome, "microbatches_rerun")
+    (lacking,) = outcome.of(AveragingFailed)  # the others' round held, and no other one was needed
+    assert max(applied(outcome, f"peer-1{k}", 1) for k in "abc") < lacking.t + 0.2
+    assert not outcome.of(MicrobatchesRerun)
 
 
 def test_who_was_left_out_applies_the_step_late_instead_of_copying_a_state() -> None:
     outcome = played((2, 3), Fault(0.55, "freeze", ("peer-1b",), 4.0))
-    assert said(outcome, "gradient_taken")
-    assert not said(outcome, "state_missed")
+    assert outcome.of(GradientTaken)
+    assert not outcome.of(StateMissed)
     assert outcome.left_behind == []
 
 
@@ -106,15 +107,16 @@ def test_who_was_cut_off_learns_of_it_from_the_first_frame_of_a_later_step() -> 
     assert outcome.violations == []
     assert outcome.left_behind == []
     missed = [applied(outcome, "peer-0a", step) for step in range(1, 9)]
-    noticed = min(said(outcome, "peer-1b gradient_taken") + said(outcome, "peer-1b state_missed"))
-    heard = first(t for t in missed if t > first(said(outcome, "over: cut")))
+    noticed = min(e.t for kind in (GradientTaken, StateMissed) for e in outcome.of(kind, "peer-1b"))
+    (cut,) = outcome.of(FaultInjected)
+    heard = min(t for t in missed if t > cut.t + cut.for_s)
     assert noticed < heard + 0.5, "not after a deadline"
     assert applied(outcome, "peer-1b", 8) < missed[-1] + 0.5
 
 
 def test_three_replicas_of_which_two_do_not_reach_each_other_keep_their_pace() -> None:
     outcome = played((2, 3), Fault(0.1, "cut", ("peer-1a", "peer-1b"), 1e4))
-    assert said(outcome, "left_behind")
+    assert outcome.of(LeftBehind)
     for step in (1, 2):  # at the end the others leave: it may miss what it has not taken by then
         assert max(applied(outcome, f"peer-1{k}", step) for k in "abc") < applied(outcome, "peer-0a", step) + 0.2
     assert applied(outcome, "peer-0a", 3) < 10
@@ -171,8 +173,9 @@ def test_a_replica_that_holds_a_round_alone_gives_way_to_most() -> None:
     """It has what the others miss, and no trainer runs that again while it says so. Found by 'python -m proofs fuzz'."""
     outcome = play(draw(400160, "naps"))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert said(outcome, "round_given_up")
-    assert outcome.stood_s < 60, "89 s without that"
+    assert outcome.of(RoundGivenUp)
+    awake_s = max(e.t + e.for_s for e in outcome.of(FaultInjected))
+    assert min(e.t for e in outcome.of(StepApplied) if e.t > awake_s) - awake_s < 60, "89 s without that"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +231,7 @@ def test_replicas_whose_weights_differ_go_on_with_the_first_one_s(wrong: int, mo
     outcome = play(Scenario(21, (2, 2), 2, 3, 6, 0.01, ()))
     assert outcome.violations == ["peer-1a and peer-1b, replicas of one stage, have other weights after step 1"]
     assert len(seen) == 2
-    assert said(outcome, "weights_differ")
+    assert outcome.of(WeightsDiffer)
     assert set(outcome.ends.values()) == {"finished"}
 
 
@@ -245,7 +248,7 @@ def peer_1c_tries(attempt: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_replica_that_tries_far_ahead_does_not_use_up_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     peer_1c_tries(far := MAX_NUMBER - 1, monkeypatch)
     outcome = played((2, 3), Fault(0.0, "kill", ("peer-1b",), on="shard"))
-    assert said(outcome, f"averaging_failed step=1 attempt={far} "), "that attempt failed, and another had to follow"
+    assert outcome.of(AveragingFailed, step=1, attempt=far), "that attempt failed, and another had to follow"
     assert outcome.virtual_s < 30
 
 
@@ -253,10 +256,8 @@ def test_an_attempt_that_nobody_can_have_come_to_is_refused(monkeypatch: pytest.
     """Its sender would leave no numbers to the others."""
     peer_1c_tries(2 * MAX_NUMBER, monkeypatch)
     outcome = play(Scenario(21, (2, 3), 2, 1, 8, 0.01, ()))
-    refused = said(
-        outcome, "frame_refused remote=peer-1c reason=seal: seal with indices outside the step, or of an attempt that"
-    )
-    assert len(refused) >= 2, "by both of its replicas"
+    refused = outcome.of(FrameRefused, remote="peer-1c")
+    assert {e.peer for e in refused} == {"peer-1a", "peer-1b"}, "by both of its replicas"
 
 
 def test_word_of_the_end_may_come_before_it_where_nobody_writes_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:

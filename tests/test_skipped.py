@@ -89,9 +89,8 @@ def test_all_peers_end_the_run_at_the_same_step(faults: tuple[Fault, ...]) -> No
     outcome = play(Scenario(4, (2, 2), 2, 12, 4, 0.01, faults, overrides=HUGE))
     killed = {who for f in faults if f.kind == "kill" for who in f.who}
     assert {end for peer, end in outcome.ends.items() if peer not in killed} == {"finished"}
-    steps = [re.search(r"^(\S+) step_applied step=(\d+) .*skipped=(\w+)", text) for _, text in outcome.timeline]
-    last = {m[1]: int(m[2]) for m in steps if m}
-    skipped = sorted({int(m[2]) for m in steps if m and m[3] == "True"})
+    last = {e.peer: e.step for e in outcome.of(StepApplied)}
+    skipped = sorted({e.step for e in outcome.of(StepApplied, skipped=True)})
     assert skipped == list(range(skipped[0], skipped[0] + 3)), "the third in a row was the last"
     assert {step for peer, step in last.items() if peer not in killed} == {skipped[-1]}
     assert skipped[-1] < 12

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from muletrain.compute.threads import InlineExecutor
-from muletrain.events import CheckpointFailed, CheckpointWritten
+from muletrain.events import CheckpointFailed, CheckpointWritten, LeavePutOff, PeerLeft, PeerMoved
 from muletrain.runtime.checkpoint.checkpointing import Checkpointing, PartExchange
 from muletrain.runtime.checkpoint.messages import CheckpointEnd
 from muletrain.runtime.checkpoint.store import Folder, Key
@@ -44,10 +44,6 @@ def run(scenario: Scenario, folder: Path) -> Outcome:
     run_virtually(world.run(Injection(world).inject), LIMIT_S, outcome.violations)
     assert outcome.violations == [], "\n".join(readable(outcome))
     return outcome
-
-
-def said(outcome: Outcome, what: str) -> list[float]:
-    return [t for t, text in outcome.timeline if what in text]
 
 
 def left_behind(folder: Path) -> list[str]:
@@ -208,7 +204,7 @@ def test_the_last_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
     narrow = (("peer-1a", 4e4),)
     scenario = Scenario(1, (1, 1), 2, 4, 4, 0.01, (), checkpoint_every=3, apart=True, narrow=narrow)
     outcome = run(scenario, tmp_path)
-    assert said(outcome, "checkpoint_written step=4")
+    assert outcome.of(CheckpointWritten, step=4)
     assert not left_behind(tmp_path)
 
 
@@ -256,9 +252,9 @@ def test_a_writer_does_not_go_before_its_part_is_safe(
     faults = (Fault(2.7, kind, ("peer-1a",)),)
     scenario = Scenario(1, (2, 2), 3, 16, 4, 0.01, faults, checkpoint_every=4, apart=True)
     outcome = run(scenario, tmp_path)
-    assert said(outcome, "leave_put_off name=peer-1a reason=its part of checkpoint 4"), "\n".join(readable(outcome))
-    (written,) = said(outcome, "peer-0a checkpoint_written step=4")
-    assert written < said(outcome, "peer_left" if kind == "leave" else "peer_moved")[0]
+    assert outcome.of(LeavePutOff, name="peer-1a"), "\n".join(readable(outcome))
+    (written,) = outcome.of(CheckpointWritten, "peer-0a", step=4)
+    assert written.t < outcome.of(PeerLeft if kind == "leave" else PeerMoved)[0].t
 
 
 def test_folders_are_the_same_place_by_their_marker_not_by_their_path(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from muletrain.events import StepApplied
+from muletrain.events import (
+    CheckpointWritten,
+    LastTrainer,
+    MicrobatchesRerun,
+    NoTrainer,
+    OrphansTaken,
+    StepApplied,
+)
 from muletrain.policy.wiring import claimant
 from muletrain.runtime.members.detector import FailureDetector
 from muletrain.runtime.microbatch.messages import Gap
@@ -34,11 +41,6 @@ def whole(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def said(outcome: Outcome, text: str) -> list[float]:
-    """When somebody said ``text`` [virtual s]."""
-    return [t for t, line in outcome.timeline if text in line]
-
-
 def stuck(monkeypatch: pytest.MonkeyPatch, method: str, late_s: float = math.inf) -> None:
     """``method`` of peer-0b's trainer begins so much later, or never."""
     right = getattr(Trainer, method)
@@ -58,7 +60,7 @@ def test_microbatches_of_a_trainer_that_lives_and_gives_out_nothing_pass_to_anot
     stuck(monkeypatch, "see_through")
     outcome = whole(played(2))
     assert outcome.virtual_s < 60
-    assert said(outcome, "owners=peer-0b")
+    assert outcome.of(OrphansTaken, owners="peer-0b")
 
 
 def test_many_gaps_at_the_same_moment_cost_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,19 +93,19 @@ def test_a_trainer_that_wakes_when_its_microbatches_have_passed_on_computes_none
 ) -> None:
     stuck(monkeypatch, "see_through", late_s)
     outcome = whole(played(2))
-    assert not said(outcome, "microbatches_rerun"), "no accumulator had to go"
+    assert not outcome.of(MicrobatchesRerun), "no accumulator had to go"
 
 
 def again(outcome: Outcome) -> int:
     """How many microbatches were computed again."""
-    return sum(e.recomputed for e in outcome.events if isinstance(e, StepApplied))
+    return sum(e.recomputed for e in outcome.of(StepApplied))
 
 
 @pytest.mark.parametrize("join_s", [0.3, 1.3, 1.7])
 def test_a_trainer_that_comes_within_a_step_has_nothing_computed_twice(join_s: float) -> None:
     """Some microbatches fall to it that another trainer has not given out yet. (76 to 106 were computed again.)"""
     outcome = whole(played(2, Fault(join_s, "join", ("peer-0j0",)), microbatches=48))
-    assert not said(outcome, "microbatches_rerun")
+    assert not outcome.of(MicrobatchesRerun)
     assert again(outcome) == 0
 
 
@@ -119,7 +121,7 @@ def test_who_stood_still_computes_nothing_that_others_have_by_now(
     frozen = Fault(freeze_s, "freeze", ("peer-0b",), for_s, how=how)
     outcome = whole(play(Scenario(21, (2, 2), 4, STEPS, 48, delay_s, (frozen,))))
     assert again(outcome) <= most
-    assert all("step=1 " in line for _, line in outcome.timeline if "microbatches_rerun" in line)
+    assert {e.step for e in outcome.of(MicrobatchesRerun)} <= {1}
 
 
 def silenced(stages: tuple[int, ...], silent: str, at_s: float, kill_s: float) -> Outcome:
@@ -179,28 +181,28 @@ def test_a_trainer_that_wakes_at_the_moment_at_which_they_pass_on_changes_no_num
 def test_gaps_of_a_trainer_that_does_not_run_them_again_pass_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck(monkeypatch, "refill")
     outcome = whole(played(2, Fault(1.5, "kill", ("peer-1b",), on="seal", nth=1)))
-    assert said(outcome, "microbatches_rerun")
+    assert outcome.of(MicrobatchesRerun)
     assert outcome.virtual_s < 60
 
 
 def test_the_last_trainer_dies_and_the_run_waits_for_another() -> None:
     """It ended after 511 s."""
     outcome = whole(played(1, Fault(1.0, "kill", ("peer-0a",)), Fault(700.0, "join", ("peer-0j0",))))
-    assert said(outcome, "no_trainer")
-    assert len(said(outcome, f"step_applied step={STEPS} ")) == 4
+    assert outcome.of(NoTrainer)
+    assert len(outcome.of(StepApplied, step=STEPS)) == 4
 
 
 def test_where_no_trainer_comes_what_there_is_is_written() -> None:
     outcome = played(1, Fault(1.5, "kill", ("peer-0a",)))
-    done = max(int(line.split("step=")[1].split()[0]) for _, line in outcome.timeline if "step_applied" in line)
-    assert [line for _, line in outcome.timeline if f"checkpoint_written step={done} " in line]
+    done = max(e.step for e in outcome.of(StepApplied))
+    assert outcome.of(CheckpointWritten, step=done)
     assert 900 < outcome.virtual_s < 1500
     assert all("no trainer can" in end for end in outcome.ends.values())
 
 
 def test_that_one_trainer_is_left_is_said_once() -> None:
     outcome = whole(played(2, Fault(1.0, "kill", ("peer-0b",))))
-    assert len(said(outcome, "last_trainer")) == 1
+    assert len(outcome.of(LastTrainer)) == 1
 
 
 def test_each_turn_another_trainer_builds_a_microbatch() -> None:

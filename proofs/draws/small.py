@@ -13,22 +13,30 @@ from proofs.scenario import Fault, Scenario
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-STAGES = ((2, 2), (3, 2), (3, 3), (4, 2), (3, 1), (2, 2, 2), (3, 2, 1))
+STAGES = ((2, 1), (2, 2), (3, 2), (3, 3), (4, 2), (3, 1), (2, 2, 2), (3, 2, 1))
 LASTING_S = (0.5, 1.2, 3.0, 8.0)
+MOMENTS = ("seal", "shard", "reduced", "round_entry")
+"""Frames of the agreement on a step."""
 
 
 def _two_faults(seed: int) -> Scenario:
-    """Two faults within seconds: a death, a frozen peer, a cut, a link that carries one way only."""
+    """Two faults within seconds, each at a time or at a moment of a step. No stage loses its first peer."""
     rng = random.Random(f"two faults/{seed}")
-    s = Scenario(seed, rng.choice(STAGES), 2, 6, 8, 0.02, ())
-    at_s, faults, spared = rng.uniform(0.0, 3 * s.step_s), list[Fault](), spare(s)
-    for _ in range(2):
-        kind = rng.choice(["kill", "freeze", "cut", "one way"] if spared else ["freeze", "cut", "one way"])
-        if kind == "kill":
-            who: tuple[str, ...] = (spared.pop(rng.randrange(len(spared))),)
-        else:
-            who = tuple(rng.sample([p for p, _ in s.members], 1 if kind == "freeze" else 2))
-        faults.append(Fault(at_s, kind, who, 0.0 if kind == "kill" else rng.choice(LASTING_S)))
+    s = Scenario(seed, rng.choice(STAGES), rng.choice([1, 2]), 16, 6, 0.05, ())
+    at_s, faults, spared, everyone = rng.uniform(0.0, 3 * s.step_s), list[Fault](), spare(s), [p for p, _ in s.members]
+    for k in range(2):
+        kind = rng.choice(["freeze", "cut", "one way", "damage", "join", *(["kill", "leave"] if spared else [])])
+        on, nth, for_s = rng.choice(["", *MOMENTS]), rng.randint(1, 3), rng.choice(LASTING_S)
+        match kind:
+            case "join":
+                who, on, for_s = [f"peer-{rng.randrange(len(s.stages))}j{k}"], "", 0.0
+            case "kill" | "leave":
+                who, for_s = [spared.pop(rng.randrange(len(spared)))], 0.0
+            case "cut" | "one way":
+                who = rng.sample(everyone, 1 if kind == "cut" and rng.random() < 0.3 else 2)
+            case _:
+                who = [rng.choice(everyone)]
+        faults.append(Fault(at_s, kind, tuple(who), for_s, on=on, nth=nth if on else 1))
         at_s += rng.uniform(0.0, 3.0)
     return with_faults(s, faults)
 

@@ -162,7 +162,8 @@ class FailureDetector:
         if row.late:
             self._suspect(peer, lineage, step, hearsay)
             self.look_after(peer, lineage, step)
-        if row.current:  # a peer at another step is of no use to this step
+        # a peer at an earlier step is of no use to this step; one at a later step of this history has its record
+        if row.current or (row.step > step and row.lineage and not row.rival):
             self.mark_back(peer)
         return row
 
