@@ -9,7 +9,7 @@ import torch
 
 from muletrain.errors import Expelled
 from muletrain.events import Event
-from muletrain.runtime.members.watchdog import DeviceHung
+from muletrain.runtime.core.meter import DeviceHung
 from muletrain.runtime.pool.servers import NoServer
 from proofs.witness import difference
 

@@ -23,12 +23,13 @@ from muletrain.compute.torch_compute import TorchCompute
 from muletrain.events import MicrobatchesRerun, MicrobatchRerouted, Note, PeerDown, StepApplied, SteppedBack
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.worker_files import EXIT_ERROR
+from muletrain.runtime.core.meter import DeviceHung
 from muletrain.runtime.core.times import LOOK_S
 from muletrain.runtime.members import watchdog
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.members.watchdog import DeviceHung, Watchdog, hung_s
+from muletrain.runtime.members.watchdog import Watchdog, hung_s
 from proofs import reference
 from proofs.draws.basic import draw
 from proofs.play import play
@@ -221,7 +222,8 @@ def test_what_is_late_is_measured_in_usual_times(usual_s: float, late_s: float) 
     assert looked.state == (False, False)
     looked.pass_s(LOOK_S)
     assert looked.state == (True, not usual_s)
-    assert "the device has been at 'forward'" in looked.ctx.who_is_there(), "where a wait is given up meanwhile"
+    with pytest.raises(DeviceHung, match="the device has been at 'forward'"):
+        looked.ctx.who_is_there()  # a wait is given up meanwhile
     looked.pass_s(3 * late_s)
     assert looked.state == (True, True)
     looked.jobs.end(job)

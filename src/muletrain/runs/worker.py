@@ -58,7 +58,7 @@ from muletrain.runs.worker_files import (
     PROTOCOL,
     SCRATCH,
 )
-from muletrain.runtime.members.watchdog import DeviceHung
+from muletrain.runtime.core.meter import DeviceHung
 from muletrain.script import look_in
 from muletrain.units import plural
 

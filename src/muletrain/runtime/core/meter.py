@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from muletrain.errors import MuletrainError
 from muletrain.policy.deadline import Pulse
 
 if TYPE_CHECKING:
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 
 PULSE = 16.0
 """A peer is making progress if its last pass ended within this many usual intervals."""
+
+
+class DeviceHung(MuletrainError):
+    """An operation of the device does not return."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from muletrain.errors import NetworkError
 from muletrain.events import FrameRefused, SlotWorked
-from muletrain.runtime.core.meter import Meter
+from muletrain.runtime.core.meter import DeviceHung, Meter
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.core.times import GONE_S
 from muletrain.runtime.core.waiting import News
@@ -152,9 +152,10 @@ class Context:
         self.emit(FrameRefused(remote=peer, reason=reason))
 
     def who_is_there(self) -> str:
-        """Describes the reachable stages, for errors; or a hanging operation of this peer's own device."""
+        """Describes the reachable stages, for errors. Raises DeviceHung if an operation of this peer's own device explains
+        the wait."""
         if self.meter.late:
-            return self.meter.late
+            raise DeviceHung(self.meter.late)
         lost = [s for s in range(self.plan.stages) if not self.roster.stage(s)]
         gone = f"no peer of stages {lost} can be reached" if lost else "every stage can be reached"
         return gone if self.roster.trainers() else f"{gone}, and no trainer can be reached"

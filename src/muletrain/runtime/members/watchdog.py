@@ -21,8 +21,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from muletrain.errors import MuletrainError
 from muletrain.events import DeviceBack, DeviceLate
+from muletrain.runtime.core.meter import DeviceHung
 from muletrain.runtime.core.times import ENDLESS, LOOK_S, PATIENCE_S
 
 if TYPE_CHECKING:
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 OUT, HUNG = 4.0, 30.0
 """Multiples of the late time after which an operation is out, and after which an operation is hung."""
-
-
-class DeviceHung(MuletrainError):
-    """An operation of the device does not return."""
 
 
 class Watchdog:
