@@ -125,6 +125,21 @@ def test_clients_whose_accumulators_come_late_get_less_and_less_to_do(monkeypatc
     assert remembered < 0.9 * kept(scenario).virtual_s
 
 
+def test_two_clients_that_lose_each_result_do_not_pass_the_same_part_to_each_other() -> None:
+    """The server's own device never had a turn: each part was free only until the other one took it."""
+    pair = CLIENTS[:2]
+    assert kept(replace(world(*lie("silent", *pair)), stages=(1, 1), clients=pair)).virtual_s < 10
+
+
+def test_a_client_that_loses_parts_again_and_again_gets_no_more_in_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part cost four times its time, though the client kept calling: steps took 73 s instead of 19 s."""
+    silent = replace(world(*lie("silent", *CLIENTS[:3]), steps=8), stages=(1, 1), clients=CLIENTS[:4], slower=20.0)
+    honest = kept(replace(silent, faults=())).virtual_s
+    assert kept(silent).virtual_s < 1.3 * honest
+    monkeypatch.setattr(Standing, "left_out", lambda self, version: False)
+    assert kept(silent).virtual_s > 2 * honest
+
+
 def test_nobody_waits_half_a_minute_for_one_of_whom_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = world(*lie("silent", *LIARS))
     hastened = kept(scenario).virtual_s

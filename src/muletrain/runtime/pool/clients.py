@@ -276,6 +276,8 @@ class Clients:
     def lapsed(self, client: PeerId) -> None:
         """Work of ``client`` was lost."""
         self.standing(client).lapsed(self._version)
+        if self.standing(client).left_out(self._version):
+            self._desk.pool.ready(client, 0)
 
     def gone(self, client: PeerId, why: str, parts: int) -> None:
         """``client`` is lost, and with it the gradients of ``parts`` parts. A client that is there after all begins

@@ -395,7 +395,8 @@ class PartsDesk:
 
     def there(self, client: PeerId, parts: Collection[int], doubted_at: float) -> None:
         """See ``clients.Desk``."""
-        self.pool.reconcile(client, parts, doubted_at, self._clock.now())
+        if self.pool.reconcile(client, parts, doubted_at, self._clock.now()):
+            self.clients.lapsed(client)
         self.withdraw()
         self.feed()
 
