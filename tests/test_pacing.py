@@ -145,7 +145,9 @@ def test_the_queue_in_our_uplink_delays_answers_of_everybody() -> None:
             for peer in "bcd":
                 nbytes = await pacer.grant(peer, BULK, 1 << 10)
                 now_s = loop.time()
-                pacer.acknowledged(peer, BULK, nbytes, now_s - 0.01 - (4.0 if peer == "d" and late_s else late_s), now_s)
+                pacer.acknowledged(
+                    peer, BULK, nbytes, now_s - 0.01 - (4.0 if peer == "d" and late_s else late_s), now_s
+                )
         assert 0.25 < pacer.queued_s("e") < 0.35
         assert 0.25 < pacer.queued_s("b") < 0.35
         assert pacer.queued_s("d") > 3.5

@@ -250,6 +250,7 @@ class Client:
                     if self._moves:
                         break
                     may_go = self._accumulator.empty or not self._compute.delayed
+                    self._servers.worked(home, worked=self._given)
                     to = await self._servers.that_needs_us_more(home, self.version) if may_go else None
                     if to and await self._go_to(to, home):
                         return True

@@ -12,7 +12,7 @@ from muletrain.clock import loop_time_s
 from muletrain.errors import AdmissionError, DeadlineExceeded, ProtocolError
 from muletrain.events import ClientEnlisted, ClientLate, ClientLost
 from muletrain.policy.recent import Debts, Recent
-from muletrain.policy.worker import Standing
+from muletrain.policy.worker import Standings
 from muletrain.runtime.pool.checks import check_result
 from muletrain.runtime.pool.messages import FROM_CLIENT, ROOM, Answer, Chunk, Ended, GetWeights, Next, Result, checksum
 from muletrain.runtime.pool.tally import Tally
@@ -142,7 +142,7 @@ class Clients:
         self._tally = Tally()
         self._lately: Recent[_Client] = Recent()
         """Lost clients, which may look for a server at the end of the run."""
-        self._standings: Recent[Standing] = Recent()
+        self.standings = Standings()
         """What is remembered of clients, in all of their sessions."""
         self._enlisted = Debts(ENLISTS_PER_S)
         self._banned: set[PeerId] = set()
@@ -223,7 +223,7 @@ class Clients:
             doubted_at, client.doubted_at = client.doubted_at, None
             self._desk.there(sender, ask.parts, doubted_at)
         ready = self._open and ask.weights == self._digest and client.ready < self._version
-        if ready and not self.standing(sender).left_out(self._version):
+        if ready and not self.standings[sender].left_out(self._version):
             client.ready = self._version
             self._desk.pool.ready(sender, ROOM, self._steps)
             self._desk.feed()
@@ -267,16 +267,10 @@ class Clients:
 
     # Who is there -----------------------------------------------------------------------------------------------------
 
-    def standing(self, client: PeerId) -> Standing:
-        """Returns what is remembered of ``client``."""
-        if client not in self._standings:
-            self._standings[client] = Standing()
-        return self._standings[client]
-
     def lapsed(self, client: PeerId) -> None:
         """Work of ``client`` was lost."""
-        self.standing(client).lapsed(self._version)
-        if self.standing(client).left_out(self._version):
+        self.standings[client].lapsed(self._version)
+        if self.standings[client].left_out(self._version):
             self._desk.pool.ready(client, 0)
 
     def gone(self, client: PeerId, why: str, parts: int) -> None:

@@ -358,7 +358,7 @@ class PartsDesk:
 
     def kept(self, client: PeerId) -> None:
         """See ``accumulators.Receiver``."""
-        self.clients.standing(client).kept()
+        self.clients.standings[client].kept()
 
     def seed(self, step: int) -> bytes:
         """See ``accumulators.Receiver``."""

@@ -13,7 +13,7 @@ from blake3 import blake3
 from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError
 from muletrain.policy.deadline import Deadline, backoff_s
 from muletrain.policy.passes import Pass
-from muletrain.policy.worker import server_to_move_to
+from muletrain.policy.worker import Standings, server_to_move_to
 from muletrain.runtime.pool.messages import Answer, Next
 
 if TYPE_CHECKING:
@@ -88,11 +88,15 @@ class StageServers:
         self._answers = Deadline(unmeasured_s=CALL_S, floor_s=CALL_FLOOR_S)
         self._compared_at = clock.now()
         self._draw = random.Random(net.peer_id)
+        self._standings, self._steps = Standings(), 0
+        """Servers that give no work step after step are left out. A server that says that its clients do nothing, and
+        gives nothing, would keep all clients of the stage."""
 
     async def states(self, *, but: PeerId | None = None, most: int | None = None) -> dict[PeerId, Answer]:
-        """Returns the states of the servers that answer about as soon as the first (without ``but``; ``most``: size of
-        a random sample)."""
+        """Returns the states of the servers that answer about as soon as the first (without ``but``, and servers that
+        are left out, if there are others; ``most``: size of a random sample)."""
         others = [s for s in self.known if s != but]
+        others = [s for s in others if not self._left_out(s)] or others
         if most is not None:
             others = self._draw.sample(others, min(most, len(others)))
         asked = {s: self._tasks.spawn(self._state_of(s), "state of a server") for s in others}
@@ -118,9 +122,22 @@ class StageServers:
 
         return sorted((await self.states()).items(), key=need)
 
+    def worked(self, home: PeerId, *, worked: bool) -> None:
+        """A step is over, in which ``home`` gave us work, or did not."""
+        self._steps += 1
+        if worked:
+            self._standings[home].kept()
+        else:
+            self._standings[home].lapsed(self._steps)
+
+    def _left_out(self, server: PeerId) -> bool:
+        return self._standings[server].left_out(self._steps)
+
     async def that_needs_us_more(self, home: PeerId, version: int) -> PeerId | None:
         """Returns a server whose clients are slower together than the clients of ``home``, if we should move there for
-        a ``version`` of the weights (``server_to_move_to``)."""
+        a ``version`` of the weights (``server_to_move_to``); or, if ``home`` is left out, any that is not."""
+        if self._left_out(home):
+            return next((server for server, _ in await self.by_need() if not self._left_out(server)), None)
         if self._clock.now() - self._compared_at < COMPARE_S or len(self.known) < 2:
             return None
         self._compared_at = self._clock.now()
