@@ -71,7 +71,7 @@ def test_three_of_eight_clients_that_lie_cost_no_number_and_little_time(how: str
     assert kept(world(*lie(how, *LIARS), verify=float(how == "hurry"))).virtual_s < most_s
 
 
-@pytest.mark.parametrize(("how", "most_s"), {"idle": 4, "hoards": 9, "much": 7, "weights": 4}.items())
+@pytest.mark.parametrize(("how", "most_s"), {"idle": 4, "hoards": 9, "much": 7, "weights": 4, "digest": 6}.items())
 def test_a_server_that_lies_to_its_clients_costs_no_number_and_little_time(how: str, most_s: float) -> None:
     assert how in SERVER_LIES
     assert kept(world(*lie(how, SERVERS[0]))).virtual_s < most_s
@@ -101,16 +101,15 @@ def test_nobody_is_as_fast_as_it_says() -> None:
     assert pool.take(OWN, 0.0) is not None, "nobody else has room"
 
 
-def test_a_server_that_says_that_its_clients_do_nothing_does_not_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All clients of the stage came, stayed, and had nothing to do."""
-    scenario = replace(world(*lie("hoards", SERVERS[0]), steps=12), slower=20.0)
-    found, honest = kept(scenario), kept(replace(scenario, faults=()))
-    done, usual = parts(found), parts(honest)
-    assert sum(done[name] for name in CLIENTS[:4]) > 0.8 * sum(usual[name] for name in CLIENTS[:4])
+@pytest.mark.parametrize("how", ["hoards", "digest"])
+def test_a_server_whose_clients_do_nothing_does_not_keep_them(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All clients of the stage came, stayed, and had nothing to do. Of an honest server they compute 244 parts."""
+    scenario = replace(world(*lie(how, SERVERS[0]), steps=12), slower=20.0)
+    done = parts(kept(scenario))
+    assert sum(done[name] for name in CLIENTS[:4]) > 150
     monkeypatch.setattr(StageServers, "_left_out", lambda self, server: False)
-    believed = kept(scenario)
-    assert not any(parts(believed)[name] for name in CLIENTS[:4])
-    assert found.virtual_s < 0.8 * believed.virtual_s
+    done = parts(kept(scenario))
+    assert sum(done[name] for name in CLIENTS[:4]) < 130
 
 
 # 2, 8: work that never comes ------------------------------------------------------------------------------------------

@@ -329,10 +329,10 @@ class Client:
         if not self._rests.takes_part(worked=self._given):
             self._sits_out = self.version
             return
-        self._given = False
+        self._given, version = False, self.version
 
         def wanted() -> bool:
-            return (self._wanted, self._steps) == (digest, steps) and self._home is not None and not self._ended
+            return self.version == version and self._home is not None and not self._ended
 
         values = await self._weights.fetch(digest, lambda: self._servers.known, wanted)
         if not wanted():
