@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from muletrain.config.schema import Codec
-from muletrain.events import PoolWorked
+from muletrain.events import PoolWorked, ResultsDiffer
 from muletrain.policy.passes import Pass
 from muletrain.policy.pool import OWN, Pool
 from muletrain.policy.worker import MOST_OUT, Standing
@@ -196,6 +196,16 @@ def test_a_server_that_gives_wrong_weights_is_known_by_its_clients(monkeypatch: 
     done = parts(kept(scenario))
     assert {server for download in wrong for server in download.wrong} == {SERVERS[0]}
     assert sum(done[name] for name in CLIENTS[:4]) > 0.3 * sum(parts(kept(world(steps=8)))[n] for n in CLIENTS[:4])
+
+
+# 6: offences ---------------------------------------------------------------------------------------------------------
+
+
+def test_clients_put_no_offence_on_their_server() -> None:
+    """Before 16 results had come, nothing stood out: the false gradients were in the server's sum, which other servers
+    found false in two steps, and then in the weights."""
+    scenario = world(*(Fault(0.0, "corrupt", (client,), FOR_EVER_S, how="huge") for client in CLIENTS[:2]), verify=0.02)
+    assert not any(isinstance(event, ResultsDiffer) for event in kept(scenario).events)
 
 
 # 7: memory ------------------------------------------------------------------------------------------------------------

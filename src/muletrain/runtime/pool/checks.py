@@ -120,7 +120,7 @@ class _Usual:
     def stands_out(self, length: float) -> bool:
         usual = statistics.median(self.lengths) if len(self.lengths) >= LEAST else None
         self.lengths.append(length)
-        return usual is not None and not usual / FACTOR <= length <= usual * FACTOR
+        return usual is None or not usual / FACTOR <= length <= usual * FACTOR
 
 
 class Checks:
