@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Compute
     from muletrain.network.base import PeerId
     from muletrain.optim.sketch import Sketch
+    from muletrain.policy.passes import Place
     from muletrain.policy.pool import Pool
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.pool.parts import KeptPart
@@ -41,8 +42,6 @@ RECENT, LEAST = 64, 16
 """Most and fewest results that define the usual value."""
 MOST_LOSS = 1e12
 """Before that, a client's loss beyond ``FACTOR`` times this is not believed."""
-Place = tuple[int, int, int]
-"""Step, microbatch and first sequence of a part."""
 
 
 def checked_message(number: int, found: dict[str, Sketch]) -> Result:
@@ -164,7 +163,7 @@ class Checks:
 
     def came(self, worker: PeerId, part: Part, kept: KeptPart, drawn: Drawn | None, claim: Sketch | None) -> None:
         """A result of a client counts."""
-        place = part.step, part.index, part.first
+        place = part.place
         forward = self._forwards.pop(place, None)
         if part.what is Pass.FORWARD:
             if drawn is not None and drawn.values is not None:
@@ -186,13 +185,12 @@ class Checks:
 
     def find(self, part: Part) -> KeptPart | None:
         """Returns the inputs for computing ``part`` again; None: the check is no longer wanted."""
-        case = self._cases.get((part.step, part.index, part.first))
+        case = self._cases.get(part.place)
         return None if case is None else case.kept
 
     def checked(self, worker: PeerId, part: Part, found: dict[str, Sketch]) -> None:
         """``worker`` computed ``part`` again. Expel clients with wrong results."""
-        place = part.step, part.index, part.first
-        if (case := self._cases.get(place)) is None:
+        if (case := self._cases.get(part.place)) is None:
             return
         if case.second is not None and worker != OWN:
             return
@@ -202,7 +200,7 @@ class Checks:
             self._court.pool.put_part(part, self._clock.now(), OWN, only=OWN)
             self._court.feed()
             return
-        del self._cases[place]
+        del self._cases[part.place]
         guilty = {case.by[name] for name in differing}
         if case.second is not None and any(
             name in found and not alike(found[name], told) for name, told in case.second[1].items()
