@@ -15,6 +15,7 @@ from muletrain.optim.sketch import SIZE, sketch
 from muletrain.policy.deadline import Usual
 from muletrain.policy.outliers import alike
 from muletrain.policy.pool import OWN
+from muletrain.runtime.pool.checks import Court
 from muletrain.runtime.pool.messages import Chunk, Wanted
 from muletrain.wire.codec import Encoded, decode
 
@@ -50,13 +51,13 @@ class Lost(MuletrainError):
         self.here = here
 
 
-class Receiver(Protocol):
+class Receiver(Court, Protocol):
     """The server that clients hand over to (``desk.PartsDesk``)."""
 
     plan: Plan
 
     def doubt(self, client: PeerId) -> None:
-        """``client`` takes unusually long."""
+        """``client`` takes unusually long, or gives no sign of life."""
         ...
 
     def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None, lapse: bool = True) -> None:
@@ -70,10 +71,6 @@ class Receiver(Protocol):
 
     def kept(self, client: PeerId) -> None:
         """The accumulator of ``client`` came whole."""
-        ...
-
-    def expel(self, client: PeerId, why: str) -> None:
-        """``client`` works for this server no more."""
         ...
 
     def withdraw(self) -> None:

@@ -13,6 +13,7 @@ from muletrain.errors import AdmissionError, DeadlineExceeded, ProtocolError
 from muletrain.events import ClientEnlisted, ClientLate, ClientLost
 from muletrain.policy.recent import Debts, Recent
 from muletrain.policy.worker import Standings
+from muletrain.runtime.pool.accumulators import Receiver
 from muletrain.runtime.pool.checks import check_result
 from muletrain.runtime.pool.messages import FROM_CLIENT, ROOM, Answer, Chunk, Ended, GetWeights, Next, Result, checksum
 from muletrain.runtime.pool.tally import Tally
@@ -22,11 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from muletrain.clock import Clock
-    from muletrain.compute.base import Compute
     from muletrain.events import Event
     from muletrain.network.base import Channel, Network, PeerId
-    from muletrain.policy.pool import Pool
-    from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.accumulators import Accumulators
     from muletrain.wire.codec import Encoded
@@ -58,13 +56,10 @@ class Servers(Protocol):
         ...
 
 
-class Desk(Protocol):
+class Desk(Receiver, Protocol):
     """The server that the clients work for (``desk.PartsDesk``)."""
 
     stage: int
-    inner: Compute
-    plan: Plan
-    pool: Pool
     accumulators: Accumulators
 
     async def on_result(self, worker: PeerId, message: Result, tensor: Encoded | None) -> None:
@@ -73,18 +68,6 @@ class Desk(Protocol):
 
     def on_unable(self, worker: PeerId, number: int) -> None:
         """A client did not compute a part."""
-        ...
-
-    def lose(self, worker: PeerId, why: str) -> None:
-        """A client is gone."""
-        ...
-
-    def feed(self) -> None:
-        """Give parts to all workers that have room."""
-        ...
-
-    def doubt(self, client: PeerId) -> None:
-        """A client gives no sign of life."""
         ...
 
     def verdicts(self, client: PeerId, numbers: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -13,6 +13,7 @@ from blake3 import blake3
 from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError
 from muletrain.policy.deadline import Deadline, backoff_s
 from muletrain.policy.passes import Pass
+from muletrain.policy.rebalance import stage_to_help, stage_to_move_to
 from muletrain.policy.worker import Standings, server_to_move_to
 from muletrain.runtime.pool.messages import Answer, Next
 
@@ -187,26 +188,6 @@ class StageServers:
         return answer
 
 
-class Rule(Protocol):
-    """Chooses the stage that a client helps (``strategies.hub``)."""
-
-    def stage_to_help(
-        self, work: Sequence[float], speeds: Sequence[float], fits: Collection[int], left: Sequence[float]
-    ) -> int | None: ...
-
-    def stage_to_move_to(
-        self,
-        work: Sequence[float],
-        speeds: Sequence[float],
-        stage: int,
-        clients: int,
-        together: float,
-        fits: Collection[int],
-        drawn: float,
-        left: Sequence[float],
-    ) -> int | None: ...
-
-
 @dataclass(frozen=True)
 class Costs:
     """Costs of a step at each stage. ``work``: of a sequence, in any unit; ``moved``: of the weights that come to a client
@@ -264,7 +245,6 @@ class Roaming:
 
     def __init__(
         self,
-        rule: Rule,
         servers: Callable[[], Awaitable[Mapping[int, Sequence[PeerId]]]],
         make: Callable[[int, Mapping[int, Sequence[PeerId]]], Awaitable[Worker]],
         net: Network,
@@ -277,7 +257,7 @@ class Roaming:
         byte_s: float = 0.0,
         stays: bool = False,
     ) -> None:
-        self._rule, self._servers, self._make, self._net, self._clock = rule, servers, make, net, clock
+        self._servers, self._make, self._net, self._clock = servers, make, net, clock
         self._costs, self._fits, self._first, self._stays, self._draw = costs, fits, stage, stays, draw
         self._byte_s = byte_s
 
@@ -289,7 +269,7 @@ class Roaming:
             if stage is None:
                 helpers = await self._helpers(servers)
                 left = self._costs.left(self._byte_s, self._costs.step_s(helpers))
-                stage = self._rule.stage_to_help(self._costs.work, self._speeds(helpers), self._fits, left)
+                stage = stage_to_help(self._costs.work, self._speeds(helpers), self._fits, left)
                 assert stage is not None  # a machine without memory for any stage is no client
             client = await self._make(stage, servers)
             looking = asyncio.create_task(self._look_elsewhere(stage, client))
@@ -320,7 +300,7 @@ class Roaming:
                     self._byte_s = client.transfers_s / self._costs.moved[stage]
                 work, ours, step_s = self._costs.work, helpers[stage], client.step_s
                 left = self._costs.left(self._byte_s, step_s) if step_s else ()
-                to = self._rule.stage_to_move_to(
+                to = stage_to_move_to(
                     work, self._speeds(helpers), stage, ours.clients, ours.speed * work[stage], self._fits, drawn, left
                 )
                 if to is not None:
