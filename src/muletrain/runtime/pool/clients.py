@@ -137,8 +137,6 @@ class Clients:
         self._digests: dict[int, bytes] = {}
         """Digests of the weights that each step in flight computes with."""
         self._version = 0
-        self._open = False
-        """The weights are whole, and clients may have the weights."""
         self._weights = WeightsUpload(desk.inner, desk.plan.chunk, net, tasks)
         net.serve(Next.KIND, self._on_next)
         net.receive(self._on_frame, tuple(FROM_CLIENT), self)
@@ -205,7 +203,7 @@ class Clients:
         if client.doubted_at is not None and ask.heard > client.doubted_after:
             doubted_at, client.doubted_at = client.doubted_at, None
             self._desk.there(sender, ask.parts, doubted_at)
-        ready = self._open and ask.weights == self._digest and client.ready < self._version
+        ready = self._weights.open and ask.weights == self._digest and client.ready < self._version
         if ready and not self.standings[sender].left_out(self._version):
             client.ready = self._version
             self._desk.pool.ready(sender, ROOM, self._steps)
@@ -330,7 +328,7 @@ class Clients:
         """This server ends; ``over``: so does the run, and all clients are told. Returns when they heard it, or
         soon."""
         clients = {**self._lately, **self._clients}
-        ended, self._clients, self._digest, self._open = self._clients, {}, None, False
+        ended, self._clients, self._digest = self._clients, {}, None
         for client in ended.values():
             client.news.set()
         with contextlib.suppress(DeadlineExceeded):
@@ -394,15 +392,14 @@ class Clients:
 
     def close(self) -> None:
         """The weights are about to change."""
-        self._open = False
         self._weights.close()
 
     def begin(self, digest: bytes, steps: tuple[int, ...] = ()) -> None:
         """``digest``: of the newest weights; ``steps``: computed with these weights (see ``Compute.newest_for``).
         Clients work for ``steps`` once they have the weights."""
-        if self._open and (digest, steps) == (self._digest, self._steps):
+        if self._weights.open and (digest, steps) == (self._digest, self._steps):
             return
-        self._digest, self._steps, self._open = digest, steps, True
+        self._digest, self._steps = digest, steps
         self._digests = {s: d for s, d in self._digests.items() if s + 1 in steps} | dict.fromkeys(steps, digest)
         self._weights.begin(digest)
         self._version += 1

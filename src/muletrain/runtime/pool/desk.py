@@ -18,10 +18,11 @@ from muletrain.runtime.pool.calls import Calls
 from muletrain.runtime.pool.checks import Checks, checked_sketches
 from muletrain.runtime.pool.clients import Clients
 from muletrain.runtime.pool.messages import SEND_S
-from muletrain.runtime.pool.parts import KeptPart, OwnParts, Parts, computed_part, given_message
+from muletrain.runtime.pool.parts import KeptPart, Parts, computed_part, given_message
 from muletrain.wire.codec import Encoded, decode, encode
 
 if TYPE_CHECKING:
+    import asyncio
     import random
     from collections.abc import Callable, Collection
 
@@ -68,7 +69,9 @@ class PartsDesk:
         self.pool.enlist(OWN)
         self.pool.ready(OWN, 1)
         self.calls, self._steps = Calls(), set[int]()
-        self._parts, self._own = Parts(), OwnParts(inner, self._own_ended)
+        self._parts = Parts()
+        self._own: dict[asyncio.Task[None], Given] = {}
+        """Parts that the server's own device computes now."""
         self._checks = Checks(self, clock, plan.verify, rng)
         self.accumulators = Accumulators(self, inner, self.pool, self._parts, self.calls, self._checks, clock, tasks)
         self.clients = Clients(self, net, clock, tasks, servers, config, emit)
@@ -146,7 +149,8 @@ class PartsDesk:
         """Nothing of ``step`` is computed any more."""
         self.accumulators.begin_anew(step)
         self.pool.drop(step)
-        self._own.end(step)
+        for task in [task for task, given in self._own.items() if given.part.step == step]:
+            task.cancel()  # a backward must have the weights of its forward
         self._checks.forget(step)
         self.withdraw()
         for call in self.calls.of_step(step):
@@ -187,7 +191,8 @@ class PartsDesk:
             self._tasks.spawn(self._send(worker, given, accumulate, self.clients.tell(worker)), f"part {part}")
             return
         task = self._tasks.spawn(self._compute(given, accumulate), f"part {part}")
-        self._own.add(task, given.number, self._identity(part))
+        self._own[task] = given
+        task.add_done_callback(self._own_ended)
 
     async def _prepared(self, part: Part) -> KeptPart | None:
         """Returns the inputs of ``part``; None: the part is no longer wanted."""
@@ -243,8 +248,12 @@ class PartsDesk:
     def _identity(self, part: Part) -> Microbatch:
         return Microbatch(part.step, part.index, part.first, self.plan.sequences)
 
-    def _own_ended(self, number: int) -> None:
-        self.pool.failed(OWN, number, self._clock.now())
+    def _own_ended(self, task: asyncio.Task[None]) -> None:
+        given = self._own.pop(task)
+        if not task.cancelled():
+            return
+        self.inner.discard(self._identity(given.part))
+        self.pool.failed(OWN, given.number, self._clock.now())
         if not self._tasks.closed:
             self.feed()
 

@@ -16,8 +16,7 @@ from muletrain.runtime.pool.messages import Give
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
     from torch import Tensor
 
@@ -253,28 +252,3 @@ class Parts:
     def complete(self, step: int) -> bool:
         """Are all gradients of ``step`` here?"""
         return all(place[0] != step for place in self._accumulated)
-
-
-class OwnParts:
-    """The parts that the server's own device computes now."""
-
-    def __init__(self, compute: Compute, ended: Callable[[int], None]) -> None:
-        """``ended``: called with the number of each giving that was not computed to its end."""
-        self._compute, self._ended = compute, ended
-        self._tasks: dict[asyncio.Task[None], tuple[int, Microbatch]] = {}
-
-    def add(self, task: asyncio.Task[None], number: int, mb: Microbatch) -> None:
-        """``task`` computes ``mb``, given under ``number``."""
-        self._tasks[task] = number, mb
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        number, mb = self._tasks.pop(task)
-        if task.cancelled():
-            self._compute.discard(mb)
-            self._ended(number)
-
-    def end(self, step: int) -> None:
-        """The weights of ``step`` are about to change: a backward must have the weights of its forward."""
-        for task in [task for task, (_, mb) in self._tasks.items() if mb.step == step]:
-            task.cancel()
