@@ -134,7 +134,7 @@ def test_clients_whose_accumulators_come_late_get_less_and_less_to_do(monkeypatc
     scenario = world(*lie("slow", *LIARS), steps=16)
     remembered = kept(scenario).virtual_s
     monkeypatch.setattr(Standing, "left_out", lambda self, version: False)
-    assert remembered < 0.9 * kept(scenario).virtual_s
+    assert remembered < 0.95 * kept(scenario).virtual_s
 
 
 def test_two_clients_that_lose_each_result_do_not_pass_the_same_part_to_each_other() -> None:
@@ -202,8 +202,8 @@ def test_a_server_that_gives_wrong_weights_is_known_by_its_clients(monkeypatch: 
 
 
 def test_clients_put_no_offence_on_their_server() -> None:
-    """Before 16 results had come, nothing stood out: the false gradients were in the server's sum, which other servers
-    found false in two steps, and then in the weights."""
+    """Where half of the results were false from the beginning, none stood out: the false gradients were in the server's
+    sum, which other servers found false in two steps, and then in the weights."""
     scenario = world(*(Fault(0.0, "corrupt", (client,), FOR_EVER_S, how="huge") for client in CLIENTS[:2]), verify=0.02)
     assert not any(isinstance(event, ResultsDiffer) for event in kept(scenario).events)
 

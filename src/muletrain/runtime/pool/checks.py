@@ -1,9 +1,9 @@
 """A server has some of its clients' results computed a second time, and compares (``hub.verify``).
 
-A random share of parts is checked, and all results that are far larger or smaller than usual. Another worker computes
-the part again, and sends sketches (``optim.sketch``) of the results. If the sketches differ beyond rounding, the
-server's own device decides on expulsions. An accumulator must be the sum of the gradients that its client announced, by
-their sketches, so a client cannot have one gradient checked and hand over another.
+A random share of parts is checked, each client's first result, and all results that are far larger or smaller than
+usual. Another worker computes the part again, and sends sketches (``optim.sketch``) of the results. If the sketches
+differ beyond rounding, the server's own device decides on expulsions. An accumulator must be the sum of the gradients
+that its client announced, by their sketches, so a client cannot have one gradient checked and hand over another.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from muletrain.optim.sketch import packed, sketch, unpacked
 from muletrain.policy.outliers import FACTOR, alike
 from muletrain.policy.passes import LAST, Part, Pass
 from muletrain.policy.pool import OWN
+from muletrain.policy.recent import Recent
 from muletrain.runtime.pool.messages import Result
 from muletrain.wire.codec import encoded_size
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
 
 RECENT, LEAST = 64, 16
-"""Most and fewest results that define the usual value."""
+"""Most results that define the usual value, and fewest losses."""
 MOST_LOSS = 1e12
 """Before that, a client's loss beyond ``FACTOR`` times this is not believed."""
 
@@ -112,14 +113,18 @@ def check_result(plan: Plan, stage: int, part: Part | None, message: Result, ten
 
 @dataclass
 class _Usual:
-    """The lengths of recent results of one kind."""
+    """The lengths of recent results of one kind, and the clients that brought any."""
 
     lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    clients: Recent[None] = field(default_factory=Recent)
 
-    def stands_out(self, length: float) -> bool:
-        usual = statistics.median(self.lengths) if len(self.lengths) >= LEAST else None
+    def stands_out(self, client: PeerId, length: float) -> bool:
+        """Is a result of ``client`` far from the others, or the first one of that client? (Where most results are false
+        from the beginning, none is far from them.)"""
+        usual, known = statistics.median(self.lengths or [length]), client in self.clients
         self.lengths.append(length)
-        return usual is None or not usual / FACTOR <= length <= usual * FACTOR
+        self.clients[client] = None
+        return not known or not usual / FACTOR <= length <= usual * FACTOR
 
 
 class Checks:
@@ -148,15 +153,15 @@ class Checks:
             self._losses.append(abs(loss) / worth)
 
     async def drawn(
-        self, what: Pass, rows: int, values: Tensor | None, claim: Sketch | None, seed: bytes
+        self, client: PeerId, what: Pass, rows: int, values: Tensor | None, claim: Sketch | None, seed: bytes
     ) -> Drawn | None:
-        """Is a result to be checked? ``claim``: the announced sketch of the parameters' gradient."""
+        """Is a result of ``client`` to be checked? ``claim``: the announced sketch of the parameters' gradient."""
         if not self._share:
             return None
         length = 0.0 if values is None else float(await self._court.inner.offload(values.norm)) / rows**0.5
-        odd = values is not None and self._usual.setdefault(what, _Usual()).stands_out(length)
+        odd = values is not None and self._usual.setdefault(what, _Usual()).stands_out(client, length)
         if claim is not None:
-            odd |= self._usual.setdefault("gradient", _Usual()).stands_out(float(np.linalg.norm(claim)) / rows)
+            odd |= self._usual.setdefault("gradient", _Usual()).stands_out(client, float(np.linalg.norm(claim)) / rows)
         if not odd and self._rng.random() >= self._share:
             return None
         return Drawn(None if values is None else await self._court.inner.offload(sketch, values.reshape(-1), seed))

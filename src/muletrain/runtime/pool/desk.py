@@ -333,7 +333,7 @@ class PartsDesk:
         fine &= values is None or await self.inner.offload(is_finite, values)
         drawn, part = None, self.pool.part(worker, message.number)
         if part is not None and (fine := fine and self._checks.believes(part, message.loss, self._worth(part))):
-            drawn = await self._checks.drawn(part.what, part.rows, values, claim, self.seed(part.step))
+            drawn = await self._checks.drawn(worker, part.what, part.rows, values, claim, self.seed(part.step))
         if (part := self.pool.part(worker, message.number)) is None:  # the part was taken back meanwhile
             return
         self.clients.check_result(worker, message, [] if tensor is None else [tensor])  # perhaps sent ahead of the part
