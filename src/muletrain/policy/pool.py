@@ -407,14 +407,18 @@ class Pool:
 
     def reconcile(self, worker: str, parts: Collection[int], asked_at: float, now: float) -> bool:
         """``worker`` is there, and computes the givings ``parts``. The rest that was sent before ``asked_at`` never
-        arrived, or the results were lost: others compute those parts. (Of two workers that lose each result, one would
-        take each part that the other one lost.) Returns whether parts were lost."""
+        arrived, or the results were lost. Returns whether there is a rest: of two workers that lose each result, one
+        takes each part that the other one lost."""
         if (known := self._workers.get(worker)) is None:
             return False
         gone = [n for n in known.out.difference(parts) if self._givings[n].sent_at < asked_at]
         for number in sorted(gone):
+            known.out.discard(number)
             self._unwanted.append((worker, number))
-            self.failed(worker, number, now)
+            giving = self._givings.pop(number)
+            if giving.part in self._open:
+                self._open[giving.part].givings.discard(number)
+                self._release(giving.part, now)
         known.late = any(self._givings[number].due <= now for number in known.out)
         return bool(gone)
 
