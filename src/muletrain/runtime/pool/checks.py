@@ -1,6 +1,6 @@
 """A server has some of its clients' results computed a second time, and compares (``hub.verify``).
 
-A random share of parts is checked, each client's first result, and all results that are far larger or smaller than
+A random share of parts is checked, each client's first gradient, and all results that are far larger or smaller than
 usual. Another worker computes the part again, and sends sketches (``optim.sketch``) of the results. If the sketches
 differ beyond rounding, the server's own device decides on expulsions. An accumulator must be the sum of the gradients
 that its client announced, by their sketches, so a client cannot have one gradient checked and hand over another.
@@ -113,18 +113,14 @@ def check_result(plan: Plan, stage: int, part: Part | None, message: Result, ten
 
 @dataclass
 class _Usual:
-    """The lengths of recent results of one kind, and the clients that brought any."""
+    """The lengths of recent results of one kind."""
 
     lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    clients: Recent[None] = field(default_factory=Recent)
 
-    def stands_out(self, client: PeerId, length: float) -> bool:
-        """Is a result of ``client`` far from the others, or the first one of that client? (Where most results are false
-        from the beginning, none is far from them.)"""
-        usual, known = statistics.median(self.lengths or [length]), client in self.clients
+    def stands_out(self, length: float) -> bool:
+        usual = statistics.median(self.lengths or [length])
         self.lengths.append(length)
-        self.clients[client] = None
-        return not known or not usual / FACTOR <= length <= usual * FACTOR
+        return not usual / FACTOR <= length <= usual * FACTOR
 
 
 class Checks:
@@ -136,6 +132,9 @@ class Checks:
         """Forwards to check once their backward is there."""
         self._cases: dict[Place, _Case] = {}
         self._usual: dict[str, _Usual] = {}
+        self._known: Recent[None] = Recent()
+        """Clients whose first gradient was drawn. (Where most gradients are false from the beginning, none is far from the
+        rest.)"""
         self._losses: deque[float] = deque(maxlen=RECENT)
         """Sizes of recent losses that counted [nats/token, times the sequences of a microbatch]."""
 
@@ -159,9 +158,11 @@ class Checks:
         if not self._share:
             return None
         length = 0.0 if values is None else float(await self._court.inner.offload(values.norm)) / rows**0.5
-        odd = values is not None and self._usual.setdefault(what, _Usual()).stands_out(client, length)
+        odd = values is not None and self._usual.setdefault(what, _Usual()).stands_out(length)
         if claim is not None:
-            odd |= self._usual.setdefault("gradient", _Usual()).stands_out(client, float(np.linalg.norm(claim)) / rows)
+            length = float(np.linalg.norm(claim)) / rows
+            odd |= self._usual.setdefault("gradient", _Usual()).stands_out(length) or client not in self._known
+            self._known[client] = None
         if not odd and self._rng.random() >= self._share:
             return None
         return Drawn(None if values is None else await self._court.inner.offload(sketch, values.reshape(-1), seed))
