@@ -1,6 +1,6 @@
 """A server has some of its clients' results computed a second time, and compares (``hub.verify``).
 
-A random share of parts is checked, each client's first gradient, and all results that are far larger or smaller than
+A random share of parts is checked, the first gradients, and all results that are far larger or smaller than
 usual. Another worker computes the part again, and sends sketches (``optim.sketch``) of the results. If the sketches
 differ beyond rounding, the server's own device decides on expulsions. An accumulator must be the sum of the gradients
 that its client announced, by their sketches, so a client cannot have one gradient checked and hand over another.
@@ -20,7 +20,6 @@ from muletrain.optim.sketch import packed, sketch, unpacked
 from muletrain.policy.outliers import FACTOR, alike
 from muletrain.policy.passes import LAST, Part, Pass
 from muletrain.policy.pool import OWN
-from muletrain.policy.recent import Recent
 from muletrain.runtime.pool.messages import Result
 from muletrain.wire.codec import encoded_size
 
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
 
 RECENT, LEAST = 64, 16
-"""Most results that define the usual value, and fewest losses."""
+"""Most results that define the usual value, and fewest losses and gradients."""
 MOST_LOSS = 1e12
 """Before that, a client's loss beyond ``FACTOR`` times this is not believed."""
 
@@ -132,9 +131,9 @@ class Checks:
         """Forwards to check once their backward is there."""
         self._cases: dict[Place, _Case] = {}
         self._usual: dict[str, _Usual] = {}
-        self._known: Recent[None] = Recent()
-        """Clients whose first gradient was drawn. (Where most gradients are false from the beginning, none is far from the
-        rest.)"""
+        self._first: set[PeerId] = set()
+        """Clients that brought the first ``LEAST`` gradients. Each one's first is checked: where most gradients are false
+        from the beginning, none is far from the rest."""
         self._losses: deque[float] = deque(maxlen=RECENT)
         """Sizes of recent losses that counted [nats/token, times the sequences of a microbatch]."""
 
@@ -160,9 +159,11 @@ class Checks:
         length = 0.0 if values is None else float(await self._court.inner.offload(values.norm)) / rows**0.5
         odd = values is not None and self._usual.setdefault(what, _Usual()).stands_out(length)
         if claim is not None:
-            length = float(np.linalg.norm(claim)) / rows
-            odd |= self._usual.setdefault("gradient", _Usual()).stands_out(length) or client not in self._known
-            self._known[client] = None
+            usual = self._usual.setdefault("gradient", _Usual())
+            if len(usual.lengths) < LEAST and client not in self._first:
+                odd = True
+                self._first.add(client)
+            odd |= usual.stands_out(float(np.linalg.norm(claim)) / rows)
         if not odd and self._rng.random() >= self._share:
             return None
         return Drawn(None if values is None else await self._court.inner.offload(sketch, values.reshape(-1), seed))
