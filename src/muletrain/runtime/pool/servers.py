@@ -94,10 +94,9 @@ class StageServers:
         gives nothing, would keep all clients of the stage."""
 
     async def states(self, *, but: PeerId | None = None, most: int | None = None) -> dict[PeerId, Answer]:
-        """Returns the states of the servers that answer about as soon as the first (without ``but``, and servers that
-        are left out, if there are others; ``most``: size of a random sample)."""
+        """Returns the states of the servers that answer about as soon as the first (without ``but``; ``most``: size of
+        a random sample)."""
         others = [s for s in self.known if s != but]
-        others = [s for s in others if not self._left_out(s)] or others
         if most is not None:
             others = self._draw.sample(others, min(most, len(others)))
         asked = {s: self._tasks.spawn(self._state_of(s), "state of a server") for s in others}
@@ -136,15 +135,16 @@ class StageServers:
 
     async def that_needs_us_more(self, home: PeerId, version: int) -> PeerId | None:
         """Returns a server whose clients are slower together than the clients of ``home``, if we should move there for
-        a ``version`` of the weights (``server_to_move_to``); or, if ``home`` is left out, any that is not."""
-        if self._left_out(home):
-            return next((server for server, _ in await self.by_need() if not self._left_out(server)), None)
+        a ``version`` of the weights (``server_to_move_to``); or, if ``home`` is left out though it says that
+        its clients are the slowest, another one."""
         if self._clock.now() - self._compared_at < COMPARE_S or len(self.known) < 2:
             return None
         self._compared_at = self._clock.now()
         found = await self.states()
         if home not in found or len(found) < 2:
             return None
+        if self._left_out(home) and found[home].speed <= min(state.speed for state in found.values()):
+            return next((server for server, _ in await self.by_need() if not self._left_out(server)), None)
         unknown = not any(state.speed for state in found.values())
         speeds = {server: state.clients if unknown else state.speed for server, state in found.items()}
         draw = random.Random(f"{self._net.peer_id}/{version}")
