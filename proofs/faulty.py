@@ -100,9 +100,8 @@ class FaultyCompute:
 
     async def _spoiled(self, mb: Microbatch, before: Tensor, gradient: Result | None) -> Result | None:
         """``gradient``, and what was added to the accumulator since ``before``."""
-        if self.how == REVERSED:
-            for value in getattr(self._inner, "_uncounted", {}).get(mb, ()):
-                value.neg_()
+        for value in getattr(self._inner, "_uncounted", {}).get(mb, ()):
+            value *= -1.0 if self.how == REVERSED else GRADIENTS.get(self.how, 1.0)
         if self.how not in GRADIENTS:
             return gradient
         factor, accumulator = GRADIENTS[self.how], await self._inner.gradient(mb.step)

@@ -25,11 +25,15 @@ CLIENT_LIES = ("silent", "anew", "downloads", "hurry", "twice", "others", "slow"
 """A client brings back no result; and begins anew after ``ANEW_S``; it asks for the weights each ``OFTEN_S``; it announces
 gradients of zero at once, as if it were very fast; it brings back each result twice; it lists other parts than are in its
 accumulator; it needs ``SLOW_S`` for each chunk of that."""
-SERVER_LIES = ("idle", "much", "weights")
-"""A server says that its clients do nothing; it gives forwards whose backwards never come; it gives wrong weights."""
+SERVER_LIES = ("idle", "hoards", "much", "weights", "digest")
+"""A server says that its clients do nothing; and gives them nothing; it gives forwards whose backwards never come; it
+gives wrong weights; it says that it has others than it has."""
 SLOW_S, ANEW_S, OFTEN_S = 20.0, 0.3, 0.05
 MUCH = 40
 """Forwards that a server gives beside each right one."""
+STATED: dict[str, dict[str, Any]] = {"digest": {"weights": bytes(32)}}
+STATED["idle"] = STATED["hoards"] = {"speed": 0.0, "own": 0.0, "clients": 0}
+"""Words of a server about itself."""
 
 
 class LyingClient(Client):
@@ -88,14 +92,16 @@ class LyingServer:
     def serve(self, method: str, handler: CallHandler, **how: Any) -> None:
         async def answer(sender: PeerId, payload: bytes) -> bytes:
             found = await handler(sender, payload)
-            if method == Next.KIND and self.how == "idle":
-                return Answer.unpack(found).model_copy(update={"speed": 0.0, "own": 0.0, "clients": 0}).pack()
+            if method == Next.KIND and self.how in STATED:
+                return Answer.unpack(found).model_copy(update=STATED[self.how]).pack()
             return found
 
         self._network.serve(method, answer, **how)
 
     async def send(self, peer: PeerId, frame: Frame, **how: Any) -> int:
         message: Any = frame.message
+        if self.how == "hoards" and isinstance(message, Give):
+            return 0
         if self.how == "much" and isinstance(message, Give) and message.what is Pass.FORWARD:
             for k in range(1, MUCH + 1):
                 more = {"number": message.number + 10**9 * k, "index": message.index + 10**6 * k}

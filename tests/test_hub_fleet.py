@@ -22,12 +22,11 @@ from muletrain.errors import ConfigError
 from muletrain.events import ClientBegan, ClientFinished, ClientLost, FaultInjected, PoolWorked, StepDone, read_events
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.chaos import Bounds, parse, readable
+from muletrain.policy.rebalance import stage_to_help, stage_to_move_to
 from muletrain.runtime.pool import servers
 from muletrain.runtime.pool.messages import Answer, Next
 from muletrain.runtime.pool.servers import Costs, Helpers, Roaming, helpers_of
 from muletrain.sim.loop import run_virtually
-from muletrain.strategies import hub
-from muletrain.strategies.hub import stage_to_help, stage_to_move_to
 
 from .fleet_run import checkpoint_weights, run_fleet
 from .reference import train_plainly
@@ -296,7 +295,7 @@ def test_a_client_draws_once_in_a_step_whether_it_moves(monkeypatch: pytest.Monk
     monkeypatch.setattr(servers, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(servers, "helpers_of", helpers)
     net: Any = None
-    asyncio.run(Roaming(hub, there, make, net, LoopClock(), Costs([1.0], [1.0], 1.0), [0], 0, rng).run())
+    asyncio.run(Roaming(there, make, net, LoopClock(), Costs([1.0], [1.0], 1.0), [0], 0, rng).run())
     assert len(looks) > 4
     assert len(drawn) == 2, "one for each version of the weights"
 
@@ -334,7 +333,7 @@ def test_clients_that_still_fetch_their_weights_are_not_taken_to_be_slow(monkeyp
         made.clear()
         net: Any = None
         costs = Costs([1.0, 1.0], [8.0, 2.0], passes=16.0)
-        asyncio.run(Roaming(hub, there, make, net, LoopClock(), costs, [0, 1], 0, rng).run())
+        asyncio.run(Roaming(there, make, net, LoopClock(), costs, [0, 1], 0, rng).run())
         assert made[0].moved == moves
 
 
@@ -370,7 +369,7 @@ def test_a_client_behind_a_slow_link_leaves_the_stage_of_many_parameters(
     monkeypatch.setattr(servers, "LOOK_EVERY_S", 0.02)
     monkeypatch.setattr(servers, "helpers_of", helpers)
     costs = Costs([1.0, 1.0], [8.0, 2.0], passes=16.0)
-    asyncio.run(Roaming(hub, there, make, net, LoopClock(), costs, [0, 1], None, random.Random(1), byte_s=byte_s).run())
+    asyncio.run(Roaming(there, make, net, LoopClock(), costs, [0, 1], None, random.Random(1), byte_s=byte_s).run())
     assert went == stages
 
 

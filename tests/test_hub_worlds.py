@@ -238,8 +238,7 @@ def what_never_came_counts(patch: pytest.MonkeyPatch) -> None:
     right = PartsDesk.lose
 
     def lose(self: PartsDesk, worker: str, reason: str, **told: Any) -> None:
-        for parts in self._parts.steps.values():
-            parts.arrived(worker, parts.holders().get(worker, set()))
+        self._parts.arrived(worker, self._parts.holders().get(worker, set()))
         right(self, worker, reason, **told)
 
     patch.setattr(PartsDesk, "lose", lose)

@@ -33,7 +33,7 @@ def test_a_channel_that_comes_while_another_is_being_woken_does_not_lose_the_tur
         low = asyncio.create_task(pacer.grant("b", BULK, 1 << 20))
         await asyncio.sleep(0.01)
         high = asyncio.create_task(pacer.grant("b", PIPE, 1 << 20))
-        pacer.forget("b", given)  # wakes the one that waits, but the other runs first
+        pacer.forget("b", BULK, given)  # wakes the one that waits, but the other runs first
         assert await asyncio.wait_for(high, 1.0) > 0
         assert await asyncio.wait_for(low, 1.0) > 0
 
@@ -45,7 +45,7 @@ async def larger_than_the_window(pacer: Pacer) -> int:
     for sent_s, queue_s in ((0.1, 0.0), (0.3, 0.2)):  # a queue ends the start
         nbytes = await pacer.grant("b", BULK, 1 << 10)
         now_s = asyncio.get_running_loop().time()
-        pacer.acknowledged("b", nbytes, now_s - sent_s, now_s - sent_s + 0.05 + queue_s)
+        pacer.acknowledged("b", BULK, nbytes, now_s - sent_s, now_s - sent_s + 0.05 + queue_s)
         await asyncio.sleep(0.02)
     return await pacer.grant("b", BULK, 1 << 20, coarse=1 << 20)
 
@@ -59,7 +59,7 @@ def test_a_pause_is_over_although_the_loop_calls_a_little_early() -> None:
         size = await larger_than_the_window(pacer)
         right = loop.call_at
         loop.call_at = lambda when, *work, **how: right(when - 1e-9, *work, **how)  # type: ignore[method-assign]
-        pacer.acknowledged("b", size, loop.time() - 0.2, loop.time())
+        pacer.acknowledged("b", BULK, size, loop.time() - 0.2, loop.time())
         assert await asyncio.wait_for(pacer.grant("b", BULK, 1 << 20), 5.0)
 
     virtually(scenario(), 10.0)
@@ -82,9 +82,27 @@ def test_room_in_the_uplink_is_never_lost() -> None:
         await asyncio.sleep(0.01)
         assert not any(task.done() for task in waiting)
         for done in (1, 2, 3):
-            pacer.forget("d" if done == 1 else "b", FIRST // 4)
+            pacer.forget("d" if done == 1 else "b", PIPE, FIRST // 4)
             await asyncio.sleep(0.01)
             assert sum(task.done() for task in waiting) == done
+
+    run(scenario())
+
+
+def test_bytes_of_a_lower_channel_keep_no_higher_one_from_the_uplink() -> None:
+    """Weights on their way to ten clients behind slow links held the servers' averaging up."""
+
+    async def scenario() -> None:
+        pacer = Pacer()
+        for n in range(round(BESIDE)):
+            left = FIRST
+            while left:
+                left -= await pacer.grant(f"client {n}", BULK, left)
+        low = asyncio.create_task(pacer.grant("c", BULK, FIRST))
+        await asyncio.sleep(0.01)
+        assert not low.done()
+        assert await asyncio.wait_for(pacer.grant("b", Channel.AVERAGE, FIRST), 1.0)
+        low.cancel()
 
     run(scenario())
 
@@ -111,7 +129,7 @@ def test_who_acknowledges_late_does_not_stretch_the_deadlines_of_questions_for_l
         pacer, loop = Pacer(), asyncio.get_running_loop()
         for ago_s in (0.0, 3600.0):
             nbytes = await pacer.grant("b", BULK, 1 << 10)
-            pacer.acknowledged("b", nbytes, loop.time() - ago_s, loop.time())
+            pacer.acknowledged("b", BULK, nbytes, loop.time() - ago_s, loop.time())
         assert 1.0 < pacer.queued_s("b") <= QUEUED_MAX_S
 
     run(scenario())
@@ -127,7 +145,9 @@ def test_the_queue_in_our_uplink_delays_answers_of_everybody() -> None:
             for peer in "bcd":
                 nbytes = await pacer.grant(peer, BULK, 1 << 10)
                 now_s = loop.time()
-                pacer.acknowledged(peer, nbytes, now_s - 0.01 - (4.0 if peer == "d" and late_s else late_s), now_s)
+                pacer.acknowledged(
+                    peer, BULK, nbytes, now_s - 0.01 - (4.0 if peer == "d" and late_s else late_s), now_s
+                )
         assert 0.25 < pacer.queued_s("e") < 0.35
         assert 0.25 < pacer.queued_s("b") < 0.35
         assert pacer.queued_s("d") > 3.5
@@ -144,7 +164,7 @@ def test_after_a_piece_that_is_larger_than_the_window_comes_a_pause() -> None:
         size = pacer.window("b").size
         assert size < nbytes <= 2 * size
         begin_s = loop.time()
-        pacer.acknowledged("b", nbytes, begin_s - 0.2, begin_s)
+        pacer.acknowledged("b", BULK, nbytes, begin_s - 0.2, begin_s)
         await pacer.grant("b", BULK, 1 << 20, coarse=1 << 20)
         assert loop.time() - begin_s == pytest.approx(0.2 * (nbytes / size - 1), abs=0.05)
 
@@ -157,13 +177,13 @@ def test_a_window_that_shrank_while_its_last_piece_was_under_way_brings_no_pause
     async def scenario() -> None:
         pacer, loop = Pacer(), asyncio.get_running_loop()
         nbytes = await pacer.grant("b", BULK, 1 << 10)
-        pacer.acknowledged("b", nbytes, loop.time() - 0.1, loop.time() - 0.05)
+        pacer.acknowledged("b", BULK, nbytes, loop.time() - 0.1, loop.time() - 0.05)
         await asyncio.sleep(0.02)
         window = pacer.window("b")
         window.size = 1 << 21
         nbytes = await pacer.grant("b", BULK, 1 << 20)
         window.size = 1 << 14
-        pacer.acknowledged("b", nbytes, loop.time() - 60.0, loop.time())
+        pacer.acknowledged("b", BULK, nbytes, loop.time() - 60.0, loop.time())
         assert window.size < nbytes
         await asyncio.wait_for(pacer.grant("b", BULK, 1 << 20), 0.5)
 

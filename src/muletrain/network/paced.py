@@ -143,13 +143,13 @@ class PacedStreams(ABC):
     def _end(self, to: Stream) -> None:
         to.broken = True
         del self._open[to.peer, to.channel]
-        self.pacer.forget(to.peer, to.under_way)
+        self.pacer.forget(to.peer, to.channel, to.under_way)
 
     def acknowledged(self, to: Stream, nbytes: int, sent_s: float, received_s: float) -> None:
         if not to.broken:
             self._heard(to.peer)
             to.under_way -= nbytes
-            self.pacer.acknowledged(to.peer, nbytes, sent_s, received_s)
+            self.pacer.acknowledged(to.peer, to.channel, nbytes, sent_s, received_s)
 
 
 async def _entered(piece: Piece) -> None:

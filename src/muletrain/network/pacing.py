@@ -23,7 +23,7 @@ from muletrain.network.base import Channel
 from muletrain.policy.congestion import INSTANT_S, Uplink, Window
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from muletrain.network.base import PeerId
 
@@ -86,7 +86,8 @@ class Pacer:
         self._lanes = {Channel.AVERAGE: _Lanes(), Channel.BULK: _Lanes()}
         self._sent_s: dict[Channel, float] = {}
         """When each channel sent last."""
-        self._under_way = 0
+        self._under_way = dict.fromkeys(Channel, 0)
+        """Bytes of each channel to all receivers that are not acknowledged."""
         self._uplink = Uplink()
         self._held: dict[Channel, dict[_Flow, None]] = {channel: {} for channel in TARGET_S}
         """Flows with room in the flow's window, but not in the uplink's, in the order of finding out."""
@@ -200,7 +201,9 @@ class Pacer:
         piece = min(wanted, max(flow.window.piece, min(coarse, flow.window.coarse)))
         if flow.under_way + piece > flow.window.size if flow.under_way else flow.resume_s - loop_time_s() > INSTANT_S:
             return 0  # event loops call early, by less than the clock's resolution
-        if self._under_way and self._under_way + piece > self._uplink.size(flow.window, TARGET_S[channel][0]):
+        # of lower channels nothing counts: weights on their way to ten clients would hold averaging up
+        before = self._under_way[channel] + sum(self._under_way[higher] for higher in _above(channel))
+        if before and before + piece > self._uplink.size(flow.window, TARGET_S[channel][0]):
             self._held[channel][flow] = None
             return 0
         return piece
@@ -219,20 +222,19 @@ class Pacer:
         if not flow.under_way:
             flow.progress_s = now_s
         flow.excess = nbytes / flow.window.size - 1.0
-        if not self._under_way:
+        if not any(self._under_way.values()):
             self._empty_s = now_s
         self._sent_s[channel] = now_s
         flow.target_s = TARGET_S[channel][self._beside(channel, now_s)]
         flow.under_way += nbytes
-        self._under_way += nbytes
+        self._under_way[channel] += nbytes
         return nbytes
 
     def _beside(self, channel: Channel, now_s: float) -> bool:
         """Was anything of a higher channel sent a moment ago?"""
-        higher = itertools.takewhile(lambda other: other is not channel, TARGET_S)
-        return any(now_s - self._sent_s.get(other, -math.inf) < BESIDE_S for other in higher)
+        return any(now_s - self._sent_s.get(other, -math.inf) < BESIDE_S for other in _above(channel))
 
-    def acknowledged(self, peer: PeerId, nbytes: int, sent_s: float, received_s: float) -> None:
+    def acknowledged(self, peer: PeerId, channel: Channel, nbytes: int, sent_s: float, received_s: float) -> None:
         """``peer`` got ``nbytes``, handed over at ``sent_s`` (our clock), at ``received_s`` (clock of ``peer``)."""
         flow, now_s = self._flow(peer), loop_time_s()
         flow.progress_s = now_s
@@ -243,14 +245,14 @@ class Pacer:
         if flow.excess > 0.0:
             flow.resume_s = now_s + min(STALL_S, flow.excess * (now_s - sent_s))
             asyncio.get_running_loop().call_at(flow.resume_s, _wake, flow)
-        self.forget(peer, nbytes)
+        self.forget(peer, channel, nbytes)
 
-    def forget(self, peer: PeerId, nbytes: int) -> None:
+    def forget(self, peer: PeerId, channel: Channel, nbytes: int) -> None:
         """``nbytes`` are not under way any more: arrived, or the stream ended."""
         flow = self._flow(peer)
         flow.under_way -= nbytes
-        self._under_way -= nbytes
-        if not self._under_way or (self._draining is not None and self._only_stalled()):
+        self._under_way[channel] -= nbytes
+        if not any(self._under_way.values()) or (self._draining is not None and self._only_stalled()):
             self._drained()
         _wake(flow)
         self._release()
@@ -280,7 +282,7 @@ class Pacer:
     def _drains(self, flow: _Flow) -> bool:
         """Must sending wait until everything under way has arrived? Starts such a drain when the base delay has to be
         measured."""
-        if self._draining is None and self._under_way:
+        if self._draining is None and any(self._under_way.values()):
             since_s, now_s = loop_time_s() - self._empty_s, loop_time_s()
             if since_s > DRAIN_S or (since_s > STALL_S and not flow.under_way and not flow.window.measured(now_s)):
                 self._draining, self._first = asyncio.get_running_loop().call_later(STALL_S, self._drained), flow
@@ -298,6 +300,11 @@ class Pacer:
             self._draining = None
             for flow in self._first, *self._flows.values():
                 _wake(flow)
+
+
+def _above(channel: Channel) -> Iterator[Channel]:
+    """The channels that go first."""
+    return itertools.takewhile(lambda other: other is not channel, TARGET_S)
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -169,7 +169,7 @@ class Outgoing:
             while at < len(view):
                 nbytes = await self._pacer.grant(self._peer, self._channel, len(view) - at)
                 if to is not self._connection:  # the end has been counted
-                    self._pacer.forget(self._peer, nbytes)
+                    self._pacer.forget(self._peer, self._channel, nbytes)
                     raise ConnectionResetError("the receiver has ended the stream")
                 to.sent += nbytes
                 to.pieces.append((to.sent, loop.time()))
@@ -187,7 +187,7 @@ class Outgoing:
 
     def _end(self, connection: _Connection) -> None:
         connection.writer.close()
-        self._pacer.forget(self._peer, connection.sent - connection.acknowledged)
+        self._pacer.forget(self._peer, self._channel, connection.sent - connection.acknowledged)
         connection.acknowledged = connection.sent
         if self._connection is connection:
             self._connection = None
@@ -216,7 +216,8 @@ class Outgoing:
         while connection.pieces and connection.pieces[0][0] <= total:
             connection.acknowledged, sent_s = connection.pieces.popleft()
         if sent_s is not None:
-            self._pacer.acknowledged(self._peer, connection.acknowledged - before, sent_s, received_s)
+            nbytes = connection.acknowledged - before
+            self._pacer.acknowledged(self._peer, self._channel, nbytes, sent_s, received_s)
         return True
 
 

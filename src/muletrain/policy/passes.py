@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+Place = tuple[int, int, int]
+"""Step, microbatch and first sequence of a part."""
+
 
 class Pass(StrEnum):
     """The computation of a part."""
@@ -47,6 +50,10 @@ class Part(NamedTuple):
     @property
     def cost(self) -> int:
         return self.what.cost * self.rows
+
+    @property
+    def place(self) -> Place:
+        return self.step, self.index, self.first
 
 
 class Given(NamedTuple):

@@ -405,11 +405,12 @@ class Pool:
         if number in self._givings:
             self._givings[number].sent_at = now
 
-    def reconcile(self, worker: str, parts: Collection[int], asked_at: float, now: float) -> None:
+    def reconcile(self, worker: str, parts: Collection[int], asked_at: float, now: float) -> bool:
         """``worker`` is there, and computes the givings ``parts``. The rest that was sent before ``asked_at`` never
-        arrived, or the results were lost."""
+        arrived, or the results were lost. Returns whether there is a rest: of two workers that lose each result, one
+        takes each part that the other one lost."""
         if (known := self._workers.get(worker)) is None:
-            return
+            return False
         gone = [n for n in known.out.difference(parts) if self._givings[n].sent_at < asked_at]
         for number in sorted(gone):
             known.out.discard(number)
@@ -419,6 +420,7 @@ class Pool:
                 self._open[giving.part].givings.discard(number)
                 self._release(giving.part, now)
         known.late = any(self._givings[number].due <= now for number in known.out)
+        return bool(gone)
 
     def _is_late(self, giving: Giving) -> bool:
         return self._workers[giving.worker].late

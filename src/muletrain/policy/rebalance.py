@@ -3,7 +3,7 @@
 Both are pure functions of the announcements. So all peers with equal announcements compute equal moves, and each peer
 carries out its own move. Neither rule takes a stage's last peer, and neither acts on a view without peers of some
 stage: an empty stage must be adopted, not balanced, and a stage that no announcement names shows that the view is
-incomplete.
+incomplete. Clients of a hub choose their stage by the last two functions.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING
 from muletrain.policy.assignment import Move
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from muletrain.policy.assignment import Load, View
 
 HYSTERESIS = 0.25
 """A plan must raise the pipeline's throughput by this share of the movers' mean speed. Measured speeds vary by some
 percent of one peer's speed; a useful move gains about the peer's whole speed."""
+MOVES_AT = 1.2
+"""Clients leave a stage only if it is so many times as fast as the slowest stage, because a move costs a download of
+weights."""
 EPSILON = 1e-9
 """Relative difference that is no gain: sums of the same speeds in another order differ in the last bits."""
 
@@ -190,3 +193,51 @@ def _power(load: Load, work: Sequence[float]) -> float | None:
 
 def _usable(speed: float | None) -> bool:
     return speed is not None and math.isfinite(speed) and speed > 0
+
+
+def stage_to_help(
+    work: Sequence[float], speeds: Sequence[float], fits: Collection[int], left: Sequence[float] = ()
+) -> int | None:
+    """Returns the stage at which one more client raises the throughput most: of the stages that the client has room for
+    (``fits``), the stage with the most work for the speed of its machines, or, among stages without machines, with the
+    most work; None: there is no room for any stage. ``work``: of each stage, for a sequence; ``speeds``: work per
+    second of each stage's servers and clients together, in the same unit. ``left``: share of a step that the client has
+    for computing at each stage, beside its transfers; at most 0: the transfers take longer than a step, so the client is
+    of no use there. Default: transfers take no time."""
+
+    def load(stage: int) -> tuple[float, float]:
+        share = left[stage] if left else 1.0
+        if share <= 0:
+            return share, 0.0  # of stages at which the client has no time, the one with the shortest transfers
+        return work[stage] / speeds[stage] if speeds[stage] > 0 else math.inf, work[stage]
+
+    return max(sorted(fits), key=load, default=None)
+
+
+def stage_to_move_to(
+    work: Sequence[float],
+    speeds: Sequence[float],
+    stage: int,
+    clients: int,
+    together: float,
+    fits: Collection[int],
+    drawn: float,
+    left: Sequence[float] = (),
+) -> int | None:
+    """Returns the stage to which a client of ``stage``, one of ``clients`` of like speed that do ``together`` units of
+    work per second, moves; None: the client stays. The client moves to the slowest stage, if its own stage is clearly
+    faster, and stays faster without the client. Clients move with the probability that equalises both stages' speed on
+    average: ``drawn``, uniform in [0, 1), decides. A client whose transfers leave no time at its stage goes at once to a
+    stage where they do. Arguments as for ``stage_to_help``."""
+    left = left or [1.0] * len(work)
+    others = sorted(s for s in {*fits} - {stage} if left[s] > 0)
+    if left[stage] <= 0:
+        return stage_to_help(work, speeds, others, left)
+    rates = [speed / needed for speed, needed in zip(speeds, work, strict=True)]
+    to = min(others, key=lambda s: (rates[s], -work[s]), default=stage)
+    own = together / max(1, clients)
+    loses, gains = left[stage] / work[stage], left[to] / work[to]  # of each stage's rate, for a unit of speed
+    if rates[stage] <= MOVES_AT * rates[to] or rates[stage] - own * loses < rates[to] + own * gains:
+        return None
+    too_much = (rates[stage] - rates[to]) / (loses + gains)
+    return to if drawn * together < too_much else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.policy.deadline import Usual
+from muletrain.policy.recent import Recent
 
 if TYPE_CHECKING:
     import random
@@ -28,7 +29,8 @@ MOST_OUT = 16
 class Standing:
     """What a server remembers of a client, in all of its sessions. ``lapses``: times in a row that its work was lost;
     ``until``: version of the weights from which on it works again. The first loss costs nothing, as machines come and
-    go. After the second one the client is left out for a step, then for twice as many each time."""
+    go. After the second one the client is left out for a step, then for twice as many each time. So does a client leave
+    out a server that gives no work; versions are then steps."""
 
     lapses: int = 0
     until: int = 0
@@ -46,6 +48,14 @@ class Standing:
     def left_out(self, version: int) -> bool:
         """Is the worker left out of the steps with this ``version`` of the weights?"""
         return version < self.until
+
+
+class Standings(Recent[Standing]):
+    """What is remembered of each machine."""
+
+    def __missing__(self, name: str) -> Standing:
+        self[name] = found = Standing()
+        return found
 
 
 class Worker:

@@ -17,7 +17,6 @@ from muletrain.runs.worker_files import LEFT
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.pool.client import Client
 from muletrain.runtime.pool.servers import Costs, NoServer, Roaming
-from muletrain.strategies import hub
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -108,7 +107,6 @@ class Helping:
         servers, make = partial(self.servers, help), partial(self.client, help, tasks)
         costs, limit = Costs.of(facts.plan(), facts.moved_by_clients()), host.spec.bandwidth_bytes_per_s
         await Roaming(
-            hub,
             servers,
             make,
             help.network,

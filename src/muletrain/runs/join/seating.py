@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import AdmissionError, CapacityError
 from muletrain.policy.assignment import NOWHERE, Load, View
-from muletrain.strategies.hub import stage_to_help
+from muletrain.policy.rebalance import stage_to_help
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,6 +15,7 @@ from muletrain.optim.sketch import SIZE, sketch
 from muletrain.policy.deadline import Usual
 from muletrain.policy.outliers import alike
 from muletrain.policy.pool import OWN
+from muletrain.runtime.pool.checks import Court
 from muletrain.runtime.pool.messages import Chunk, Wanted
 from muletrain.wire.codec import Encoded, decode
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.calls import Calls
     from muletrain.runtime.pool.checks import Checks
-    from muletrain.runtime.pool.parts import PartsBySteps
+    from muletrain.runtime.pool.parts import Parts
 
 STALLED_S = 60.0
 """Seconds without another chunk, after which an accumulator is lost with its client, which may have a part to finish
@@ -50,13 +51,13 @@ class Lost(MuletrainError):
         self.here = here
 
 
-class Receiver(Protocol):
+class Receiver(Court, Protocol):
     """The server that clients hand over to (``desk.PartsDesk``)."""
 
     plan: Plan
 
     def doubt(self, client: PeerId) -> None:
-        """``client`` takes unusually long."""
+        """``client`` takes unusually long, or gives no sign of life."""
         ...
 
     def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None, lapse: bool = True) -> None:
@@ -70,10 +71,6 @@ class Receiver(Protocol):
 
     def kept(self, client: PeerId) -> None:
         """The accumulator of ``client`` came whole."""
-        ...
-
-    def expel(self, client: PeerId, why: str) -> None:
-        """``client`` works for this server no more."""
         ...
 
     def withdraw(self) -> None:
@@ -106,7 +103,7 @@ class Accumulators:
         receiver: Receiver,
         inner: Compute,
         pool: Pool,
-        parts: PartsBySteps,
+        parts: Parts,
         calls: Calls,
         checks: Checks,
         clock: Clock,
@@ -149,11 +146,11 @@ class Accumulators:
         self._hedged.clear()
         coming: dict[PeerId, asyncio.Task[None]] = {}
         try:
-            while not self._parts.of(step).complete:
+            while not self._parts.complete(step):
                 self.news.clear()
                 coming = {client: task for client, task in coming.items() if not task.done()}
                 waits = self._checks.concerned(step) | self._unsettled(step)
-                for client in sorted(self._parts.of(step).holders()):
+                for client in sorted(self._parts.holders(step)):
                     if client not in coming and client not in waits and not self._pool.busy(client, step):
                         coming[client] = self._tasks.spawn(self._take_over(client, step), "accumulator")
                 await self.news.wait()
@@ -163,8 +160,7 @@ class Accumulators:
 
     def _unsettled(self, step: int) -> set[PeerId]:
         """Returns the clients with gradients of microbatches that may still be given up."""
-        parts = self._parts.of(step)
-        holders = (parts.holder_at(place) for call in self._calls.of_step(step) for place in call.places)
+        holders = (self._parts.holder_at(place) for call in self._calls.of_step(step) for place in call.places)
         return {client for client in holders if client is not None}
 
     async def _take_over(self, client: PeerId, step: int) -> None:
@@ -188,12 +184,12 @@ class Accumulators:
             found = await self._inner.offload(sketch, transfer.values, self._receiver.seed(step))
         while client in self._checks.concerned(step) and not transfer.problem:
             await self._clock.sleep(CHECKED_S)  # the client brought back another part meanwhile
-        numbers, parts = transfer.contents or set(), self._parts.of(step)
+        numbers = transfer.contents or set()
         if transfer.problem:
             return  # the client was lost, and may have enlisted again by now
-        if self.generation(step) != generation or not numbers <= parts.holders().get(client, set()):
+        if self.generation(step) != generation or not numbers <= self._parts.holders(step).get(client, set()):
             self._receiver.lose(client, "parts in its accumulator were taken back while it came", lapse=False)
-        elif verify and not alike(found, parts.claimed(client, numbers)):
+        elif verify and not alike(found, self._parts.claimed(client, numbers)):
             self._receiver.expel(client, "its accumulator is not the sum of the gradients that it announced")
         else:
             self._arrived(client, step, transfer.values, numbers)
@@ -202,7 +198,7 @@ class Accumulators:
         """The gradients ``numbers`` are here: their sum is ``values``, flat fp32 [G]."""
         self._inner.add(step, values)
         self._pool.drop_parts(self._parts.again(client, step))
-        self._parts.of(step).arrived(client, numbers)
+        self._parts.arrived(client, numbers)
         self._hedged.discard(client)
         self._receiver.kept(client)
         self._receiver.withdraw()
@@ -220,7 +216,7 @@ class Accumulators:
         """Returns the accumulator of ``client``: the gradients that the client should have, and gradients that have
         come to count meanwhile. Raises Lost and NothingLeft."""
         values = await self._inner.room(self._inner.n_trained)
-        givings = self._parts.of(step).holders().get(client, set())
+        givings = self._parts.holders(step).get(client, set())
         if not givings:
             raise NothingLeft
         self._numbers += 1

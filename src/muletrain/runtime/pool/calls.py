@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Compute, Microbatch
     from muletrain.compute.slot import Turn
     from muletrain.config.schema import Codec
-    from muletrain.policy.passes import Part, Pass
-    from muletrain.runtime.pool.parts import Place
+    from muletrain.policy.passes import Part, Pass, Place
 
 
 @dataclass
@@ -96,5 +95,4 @@ class Calls:
 
     def accumulated(self, part: Part) -> Call | None:
         """Returns the call under way for which a client accumulated ``part``; None: there is none (any more)."""
-        place = part.index, part.first
-        return next((call for call in self.of_step(part.step) if place in call.places), None)
+        return next((call for call in self._calls.values() if part.place in call.places), None)

@@ -1,9 +1,9 @@
 """A server has some of its clients' results computed a second time, and compares (``hub.verify``).
 
-A random share of parts is checked, and all results that are far larger or smaller than usual. Another worker computes
-the part again, and sends sketches (``optim.sketch``) of the results. If the sketches differ beyond rounding, the
-server's own device decides on expulsions. An accumulator must be the sum of the gradients that its client announced, by
-their sketches, so a client cannot have one gradient checked and hand over another.
+A random share of parts is checked, the first gradients, and all results that are far larger or smaller than
+usual. Another worker computes the part again, and sends sketches (``optim.sketch``) of the results. If the sketches
+differ beyond rounding, the server's own device decides on expulsions. An accumulator must be the sum of the gradients
+that its client announced, by their sketches, so a client cannot have one gradient checked and hand over another.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Compute
     from muletrain.network.base import PeerId
     from muletrain.optim.sketch import Sketch
+    from muletrain.policy.passes import Place
     from muletrain.policy.pool import Pool
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.pool.parts import KeptPart
     from muletrain.wire.codec import Encoded
 
 RECENT, LEAST = 64, 16
-"""Most and fewest results that define the usual value."""
+"""Most results that define the usual value, and fewest losses and gradients."""
 MOST_LOSS = 1e12
 """Before that, a client's loss beyond ``FACTOR`` times this is not believed."""
-Place = tuple[int, int, int]
-"""Step, microbatch and first sequence of a part."""
 
 
 def checked_message(number: int, found: dict[str, Sketch]) -> Result:
@@ -118,9 +117,9 @@ class _Usual:
     lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def stands_out(self, length: float) -> bool:
-        usual = statistics.median(self.lengths) if len(self.lengths) >= LEAST else None
+        usual = statistics.median(self.lengths or [length])
         self.lengths.append(length)
-        return usual is not None and not usual / FACTOR <= length <= usual * FACTOR
+        return not usual / FACTOR <= length <= usual * FACTOR
 
 
 class Checks:
@@ -132,6 +131,9 @@ class Checks:
         """Forwards to check once their backward is there."""
         self._cases: dict[Place, _Case] = {}
         self._usual: dict[str, _Usual] = {}
+        self._first: set[PeerId] = set()
+        """Clients that brought the first ``LEAST`` gradients. Each one's first is checked: where most gradients are false
+        from the beginning, none is far from the rest."""
         self._losses: deque[float] = deque(maxlen=RECENT)
         """Sizes of recent losses that counted [nats/token, times the sequences of a microbatch]."""
 
@@ -149,22 +151,26 @@ class Checks:
             self._losses.append(abs(loss) / worth)
 
     async def drawn(
-        self, what: Pass, rows: int, values: Tensor | None, claim: Sketch | None, seed: bytes
+        self, client: PeerId, what: Pass, rows: int, values: Tensor | None, claim: Sketch | None, seed: bytes
     ) -> Drawn | None:
-        """Is a result to be checked? ``claim``: the announced sketch of the parameters' gradient."""
+        """Is a result of ``client`` to be checked? ``claim``: the announced sketch of the parameters' gradient."""
         if not self._share:
             return None
         length = 0.0 if values is None else float(await self._court.inner.offload(values.norm)) / rows**0.5
         odd = values is not None and self._usual.setdefault(what, _Usual()).stands_out(length)
         if claim is not None:
-            odd |= self._usual.setdefault("gradient", _Usual()).stands_out(float(np.linalg.norm(claim)) / rows)
+            usual = self._usual.setdefault("gradient", _Usual())
+            if len(usual.lengths) < LEAST and client not in self._first:
+                odd = True
+                self._first.add(client)
+            odd |= usual.stands_out(float(np.linalg.norm(claim)) / rows)
         if not odd and self._rng.random() >= self._share:
             return None
         return Drawn(None if values is None else await self._court.inner.offload(sketch, values.reshape(-1), seed))
 
     def came(self, worker: PeerId, part: Part, kept: KeptPart, drawn: Drawn | None, claim: Sketch | None) -> None:
         """A result of a client counts."""
-        place = part.step, part.index, part.first
+        place = part.place
         forward = self._forwards.pop(place, None)
         if part.what is Pass.FORWARD:
             if drawn is not None and drawn.values is not None:
@@ -186,13 +192,12 @@ class Checks:
 
     def find(self, part: Part) -> KeptPart | None:
         """Returns the inputs for computing ``part`` again; None: the check is no longer wanted."""
-        case = self._cases.get((part.step, part.index, part.first))
+        case = self._cases.get(part.place)
         return None if case is None else case.kept
 
     def checked(self, worker: PeerId, part: Part, found: dict[str, Sketch]) -> None:
         """``worker`` computed ``part`` again. Expel clients with wrong results."""
-        place = part.step, part.index, part.first
-        if (case := self._cases.get(place)) is None:
+        if (case := self._cases.get(part.place)) is None:
             return
         if case.second is not None and worker != OWN:
             return
@@ -202,7 +207,7 @@ class Checks:
             self._court.pool.put_part(part, self._clock.now(), OWN, only=OWN)
             self._court.feed()
             return
-        del self._cases[place]
+        del self._cases[part.place]
         guilty = {case.by[name] for name in differing}
         if case.second is not None and any(
             name in found and not alike(found[name], told) for name, told in case.second[1].items()

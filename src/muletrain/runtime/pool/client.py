@@ -250,6 +250,7 @@ class Client:
                     if self._moves:
                         break
                     may_go = self._accumulator.empty or not self._compute.delayed
+                    self._servers.worked(home, worked=self._given)
                     to = await self._servers.that_needs_us_more(home, self.version) if may_go else None
                     if to and await self._go_to(to, home):
                         return True
@@ -328,10 +329,10 @@ class Client:
         if not self._rests.takes_part(worked=self._given):
             self._sits_out = self.version
             return
-        self._given = False
+        self._given, version = False, self.version
 
         def wanted() -> bool:
-            return (self._wanted, self._steps) == (digest, steps) and self._home is not None and not self._ended
+            return self.version == version and self._home is not None and not self._ended
 
         values = await self._weights.fetch(digest, lambda: self._servers.known, wanted)
         if not wanted():

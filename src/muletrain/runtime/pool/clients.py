@@ -12,7 +12,8 @@ from muletrain.clock import loop_time_s
 from muletrain.errors import AdmissionError, DeadlineExceeded, ProtocolError
 from muletrain.events import ClientEnlisted, ClientLate, ClientLost
 from muletrain.policy.recent import Debts, Recent
-from muletrain.policy.worker import Standing
+from muletrain.policy.worker import Standings
+from muletrain.runtime.pool.accumulators import Receiver
 from muletrain.runtime.pool.checks import check_result
 from muletrain.runtime.pool.messages import FROM_CLIENT, ROOM, Answer, Chunk, Ended, GetWeights, Next, Result, checksum
 from muletrain.runtime.pool.tally import Tally
@@ -22,11 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from muletrain.clock import Clock
-    from muletrain.compute.base import Compute
     from muletrain.events import Event
     from muletrain.network.base import Channel, Network, PeerId
-    from muletrain.policy.pool import Pool
-    from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.accumulators import Accumulators
     from muletrain.wire.codec import Encoded
@@ -58,13 +56,10 @@ class Servers(Protocol):
         ...
 
 
-class Desk(Protocol):
+class Desk(Receiver, Protocol):
     """The server that the clients work for (``desk.PartsDesk``)."""
 
     stage: int
-    inner: Compute
-    plan: Plan
-    pool: Pool
     accumulators: Accumulators
 
     async def on_result(self, worker: PeerId, message: Result, tensor: Encoded | None) -> None:
@@ -73,18 +68,6 @@ class Desk(Protocol):
 
     def on_unable(self, worker: PeerId, number: int) -> None:
         """A client did not compute a part."""
-        ...
-
-    def lose(self, worker: PeerId, why: str) -> None:
-        """A client is gone."""
-        ...
-
-    def feed(self) -> None:
-        """Give parts to all workers that have room."""
-        ...
-
-    def doubt(self, client: PeerId) -> None:
-        """A client gives no sign of life."""
         ...
 
     def verdicts(self, client: PeerId, numbers: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -142,7 +125,7 @@ class Clients:
         self._tally = Tally()
         self._lately: Recent[_Client] = Recent()
         """Lost clients, which may look for a server at the end of the run."""
-        self._standings: Recent[Standing] = Recent()
+        self.standings = Standings()
         """What is remembered of clients, in all of their sessions."""
         self._enlisted = Debts(ENLISTS_PER_S)
         self._banned: set[PeerId] = set()
@@ -154,8 +137,6 @@ class Clients:
         self._digests: dict[int, bytes] = {}
         """Digests of the weights that each step in flight computes with."""
         self._version = 0
-        self._open = False
-        """The weights are whole, and clients may have the weights."""
         self._weights = WeightsUpload(desk.inner, desk.plan.chunk, net, tasks)
         net.serve(Next.KIND, self._on_next)
         net.receive(self._on_frame, tuple(FROM_CLIENT), self)
@@ -222,8 +203,8 @@ class Clients:
         if client.doubted_at is not None and ask.heard > client.doubted_after:
             doubted_at, client.doubted_at = client.doubted_at, None
             self._desk.there(sender, ask.parts, doubted_at)
-        ready = self._open and ask.weights == self._digest and client.ready < self._version
-        if ready and not self.standing(sender).left_out(self._version):
+        ready = self._weights.open and ask.weights == self._digest and client.ready < self._version
+        if ready and not self.standings[sender].left_out(self._version):
             client.ready = self._version
             self._desk.pool.ready(sender, ROOM, self._steps)
             self._desk.feed()
@@ -267,15 +248,11 @@ class Clients:
 
     # Who is there -----------------------------------------------------------------------------------------------------
 
-    def standing(self, client: PeerId) -> Standing:
-        """Returns what is remembered of ``client``."""
-        if client not in self._standings:
-            self._standings[client] = Standing()
-        return self._standings[client]
-
     def lapsed(self, client: PeerId) -> None:
         """Work of ``client`` was lost."""
-        self.standing(client).lapsed(self._version)
+        self.standings[client].lapsed(self._version)
+        if self.standings[client].left_out(self._version):
+            self._desk.pool.ready(client, 0)
 
     def gone(self, client: PeerId, why: str, parts: int) -> None:
         """``client`` is lost, and with it the gradients of ``parts`` parts. A client that is there after all begins
@@ -351,7 +328,7 @@ class Clients:
         """This server ends; ``over``: so does the run, and all clients are told. Returns when they heard it, or
         soon."""
         clients = {**self._lately, **self._clients}
-        ended, self._clients, self._digest, self._open = self._clients, {}, None, False
+        ended, self._clients, self._digest = self._clients, {}, None
         for client in ended.values():
             client.news.set()
         with contextlib.suppress(DeadlineExceeded):
@@ -415,15 +392,14 @@ class Clients:
 
     def close(self) -> None:
         """The weights are about to change."""
-        self._open = False
         self._weights.close()
 
     def begin(self, digest: bytes, steps: tuple[int, ...] = ()) -> None:
         """``digest``: of the newest weights; ``steps``: computed with these weights (see ``Compute.newest_for``).
         Clients work for ``steps`` once they have the weights."""
-        if self._open and (digest, steps) == (self._digest, self._steps):
+        if self._weights.open and (digest, steps) == (self._digest, self._steps):
             return
-        self._digest, self._steps, self._open = digest, steps, True
+        self._digest, self._steps = digest, steps
         self._digests = {s: d for s, d in self._digests.items() if s + 1 in steps} | dict.fromkeys(steps, digest)
         self._weights.begin(digest)
         self._version += 1

@@ -18,10 +18,11 @@ from muletrain.runtime.pool.calls import Calls
 from muletrain.runtime.pool.checks import Checks, checked_sketches
 from muletrain.runtime.pool.clients import Clients
 from muletrain.runtime.pool.messages import SEND_S
-from muletrain.runtime.pool.parts import KeptPart, OwnParts, PartsBySteps, computed_part, given_message
+from muletrain.runtime.pool.parts import KeptPart, Parts, computed_part, given_message
 from muletrain.wire.codec import Encoded, decode, encode
 
 if TYPE_CHECKING:
+    import asyncio
     import random
     from collections.abc import Callable, Collection
 
@@ -67,8 +68,10 @@ class PartsDesk:
         self._net, self._clock, self._tasks, self.pool = net, clock, tasks, Pool()
         self.pool.enlist(OWN)
         self.pool.ready(OWN, 1)
-        self.calls = Calls()
-        self._parts, self._own = PartsBySteps(), OwnParts(inner, self._own_ended)
+        self.calls, self._steps = Calls(), set[int]()
+        self._parts = Parts()
+        self._own: dict[asyncio.Task[None], Given] = {}
+        """Parts that the server's own device computes now."""
         self._checks = Checks(self, clock, plan.verify, rng)
         self.accumulators = Accumulators(self, inner, self.pool, self._parts, self.calls, self._checks, clock, tasks)
         self.clients = Clients(self, net, clock, tasks, servers, config, emit)
@@ -78,14 +81,15 @@ class PartsDesk:
 
     def kept_sequences(self, mb: Microbatch) -> int:
         """Returns the number of sequences of a microbatch whose forward is known."""
-        return sum(kept.rows for kept in self._parts.of(mb.step).of(mb.index).values())
+        return sum(kept.rows for kept in self._parts.of(mb).values())
 
     async def computed(self, call: Call, grad: Tensor | None = None) -> Tensor:
         """Give out ``call``, and wait until all parts are back. ``grad``: of the outputs, for a backward."""
         self.calls.begin(call)
+        self._steps.add(call.mb.step)
         try:
             if grad is None:
-                self._parts.of(call.mb.step).begin(call.mb.index)
+                self._parts.begin(call.mb)
                 self.pool.put(*call.key, call.sequences, self._clock.now())
             else:
                 await self._put_backward(call, grad)
@@ -105,11 +109,11 @@ class PartsDesk:
 
     async def _put_backward(self, call: Call, grad: Tensor) -> None:
         """Put the parts of a backward into the pool, cut as in the forward."""
-        kept, mb = self._parts.of(call.mb.step).of(call.mb.index), call.mb
+        kept, mb = self._parts.of(call.mb), call.mb
         encoded = [
             await self.inner.offload(encode, grad[f : f + k.rows], self.plan.activations) for f, k in kept.items()
         ]
-        if call.done.done() or any(self._parts.of(mb.step).of(mb.index).get(f) is not k for f, k in kept.items()):
+        if call.done.done() or any(self._parts.of(mb).get(f) is not k for f, k in kept.items()):
             raise MuletrainError("the microbatch was given up")
         for (first, part), gradient in zip(kept.items(), encoded, strict=True):
             part.gradient = gradient
@@ -119,8 +123,7 @@ class PartsDesk:
     def _take_back(self, call: Call) -> None:
         """The microbatch does not count, though gradients of its parts were accumulated: the accumulators are of no
         use."""
-        parts = self._parts.steps.get(call.mb.step)
-        for worker in sorted(parts.take_back(call.places)) if parts is not None else ():
+        for worker in sorted(self._parts.take_back(call.places)):
             self.lose(worker, "a microbatch was given up after a part of it was accumulated", lapse=False)
         for mb in call.own:
             self.inner.discard(mb)
@@ -130,8 +133,7 @@ class PartsDesk:
         self.pool.drop(mb.step, mb.index)
         self._checks.forget_microbatch(mb.step, mb.index)
         self.withdraw()
-        if mb.step in self._parts.steps:
-            self._parts.steps[mb.step].through(Microbatch(mb.step, mb.index, 0, self.plan.sequences), self.inner)
+        self._parts.through(Microbatch(mb.step, mb.index, 0, self.plan.sequences), self.inner)
 
     def forget_gradients(self, step: int) -> None:
         """Passes in progress go on, but gradients are accumulated anew."""
@@ -140,28 +142,27 @@ class PartsDesk:
         self._checks.forget(step)
         for call in [c for c in self.calls.of_step(step) if c.accumulate]:
             call.fail(MuletrainError(f"the accumulator of step {step} was emptied"))
-        if step in self._parts.steps:
-            self._parts.steps[step].forget_gradients()
+        self._parts.forget_gradients(step)
         self.withdraw()
 
     def end_step(self, step: int) -> None:
         """Nothing of ``step`` is computed any more."""
         self.accumulators.begin_anew(step)
         self.pool.drop(step)
-        self._own.end(step)
+        for task in [task for task, given in self._own.items() if given.part.step == step]:
+            task.cancel()  # a backward must have the weights of its forward
         self._checks.forget(step)
         self.withdraw()
         for call in self.calls.of_step(step):
             call.fail(MuletrainError(f"step {step} is over"))
-        if (parts := self._parts.steps.pop(step, None)) is not None:
-            for index in parts.indices():
-                parts.through(Microbatch(step, index, 0, self.plan.sequences), self.inner)
+        self._parts.end(step, self.inner, self.plan.sequences)
+        self._steps.discard(step)
 
     def close(self, *, rest: bool = True) -> None:
         """The weights change. ``rest``: for all steps, and clients compute nothing until they have the new weights
         (``digest``)."""
         if rest:
-            for step in list(self._parts.steps):
+            for step in list(self._steps):
                 self.end_step(step)
             self.pool.rest(self._clock.now())
         self.clients.close()
@@ -190,7 +191,8 @@ class PartsDesk:
             self._tasks.spawn(self._send(worker, given, accumulate, self.clients.tell(worker)), f"part {part}")
             return
         task = self._tasks.spawn(self._compute(given, accumulate), f"part {part}")
-        self._own.add(task, given.number, self._identity(part))
+        self._own[task] = given
+        task.add_done_callback(self._own_ended)
 
     async def _prepared(self, part: Part) -> KeptPart | None:
         """Returns the inputs of ``part``; None: the part is no longer wanted."""
@@ -202,7 +204,7 @@ class PartsDesk:
         if call.done.done():
             return None
         kept = self._parts.find(part) or cut
-        self._parts.of(part.step).keep(part, kept)
+        self._parts.keep(part, kept)
         return kept
 
     async def _send(
@@ -227,7 +229,7 @@ class PartsDesk:
             if kept is None:
                 raise MuletrainError("it is no longer wanted")
             if part.what in LAST:
-                self._parts.of(part.step).forward_lost(OWN, part)
+                self._parts.forward_lost(OWN, part)
             seed = self.seed(part.step)
             loss, values, found = await computed_part(self.inner, mb, part, kept, seed, accumulate=accumulate)
         except (MuletrainError, KeyError) as e:  # KeyError: the microbatch was given up, and its forward dropped
@@ -246,8 +248,12 @@ class PartsDesk:
     def _identity(self, part: Part) -> Microbatch:
         return Microbatch(part.step, part.index, part.first, self.plan.sequences)
 
-    def _own_ended(self, number: int) -> None:
-        self.pool.failed(OWN, number, self._clock.now())
+    def _own_ended(self, task: asyncio.Task[None]) -> None:
+        given = self._own.pop(task)
+        if not task.cancelled():
+            return
+        self.inner.discard(self._identity(given.part))
+        self.pool.failed(OWN, given.number, self._clock.now())
         if not self._tasks.closed:
             self.feed()
 
@@ -299,12 +305,12 @@ class PartsDesk:
         self, worker: PeerId, number: int, part: Part, kept: KeptPart, call: Call | None, claim: Sketch | None
     ) -> None:
         """Note the place of the gradient of ``part``."""
-        mb, parts = self._identity(part), self._parts.of(part.step)
-        holder = parts.holder_at((part.index, part.first)) if part.what is Pass.AGAIN else None
+        mb, parts = self._identity(part), self._parts
+        holder = parts.holder_at(part.place) if part.what is Pass.AGAIN else None
         if worker != OWN:
             parts.accumulated(part, kept, worker, number, claim)
             if call is not None:
-                call.places.append((part.index, part.first))
+                call.places.append(part.place)
         elif (open_call := call or self.calls.accumulated(part)) is not None:
             open_call.own.append(mb)  # the part counts once the whole microbatch does
             parts.computed_here(part)
@@ -327,7 +333,7 @@ class PartsDesk:
         fine &= values is None or await self.inner.offload(is_finite, values)
         drawn, part = None, self.pool.part(worker, message.number)
         if part is not None and (fine := fine and self._checks.believes(part, message.loss, self._worth(part))):
-            drawn = await self._checks.drawn(part.what, part.rows, values, claim, self.seed(part.step))
+            drawn = await self._checks.drawn(worker, part.what, part.rows, values, claim, self.seed(part.step))
         if (part := self.pool.part(worker, message.number)) is None:  # the part was taken back meanwhile
             return
         self.clients.check_result(worker, message, [] if tensor is None else [tensor])  # perhaps sent ahead of the part
@@ -358,7 +364,7 @@ class PartsDesk:
 
     def kept(self, client: PeerId) -> None:
         """See ``accumulators.Receiver``."""
-        self.clients.standing(client).kept()
+        self.clients.standings[client].kept()
 
     def seed(self, step: int) -> bytes:
         """See ``accumulators.Receiver``."""
@@ -368,8 +374,8 @@ class PartsDesk:
         """A client did not compute a part: other workers may, but not from its forward."""
         part = self.pool.part(worker, number)
         self.pool.failed(worker, number, self._clock.now())
-        if part is not None and part.step in self._parts.steps:
-            self._parts.steps[part.step].forward_lost(worker, part)
+        if part is not None:
+            self._parts.forward_lost(worker, part)
         self.feed()
 
     def withdraw(self) -> None:
@@ -380,10 +386,8 @@ class PartsDesk:
     def verdicts(self, client: PeerId, numbers: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """See ``clients.Desk``. The answer about a part follows from the ledger, so it is the same however often a client
         asks."""
-        steps = self._parts.steps.values()
-        ledger = {n for parts in steps for n in parts.holders().get(client, ())}
+        ledger, kept = self._parts.holders().get(client, set()), self._parts.forwards_at(client)
         settled = {n for n in numbers if not self.pool.wants_back(client, n)}
-        kept = {n for parts in steps for n in parts.forwards_at(client)}
         return tuple(sorted(settled & ledger)), tuple(sorted(settled - ledger - kept))
 
     def doubt(self, client: PeerId) -> None:
@@ -395,7 +399,8 @@ class PartsDesk:
 
     def there(self, client: PeerId, parts: Collection[int], doubted_at: float) -> None:
         """See ``clients.Desk``."""
-        self.pool.reconcile(client, parts, doubted_at, self._clock.now())
+        if self.pool.reconcile(client, parts, doubted_at, self._clock.now()):
+            self.clients.lapsed(client)
         self.withdraw()
         self.feed()
 

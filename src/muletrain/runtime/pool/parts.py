@@ -1,4 +1,4 @@
-"""A server keeps data of the parts of one step: the inputs of each part, and the place of its gradient."""
+"""A server keeps the inputs of each part, and the place of its gradient."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from muletrain.compute.base import Microbatch
 from muletrain.optim.sketch import SIZE, sketch
 from muletrain.policy.passes import Given, Part, Pass
 from muletrain.policy.pool import OWN
@@ -15,18 +16,15 @@ from muletrain.runtime.pool.messages import Give
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
     from torch import Tensor
 
-    from muletrain.compute.base import Compute, Microbatch
+    from muletrain.compute.base import Compute
     from muletrain.network.base import PeerId
     from muletrain.optim.sketch import Sketch
+    from muletrain.policy.passes import Place
     from muletrain.wire.codec import Encoded
-
-Place = tuple[int, int]
-"""Microbatch and first sequence of a part."""
 
 
 @dataclass
@@ -141,41 +139,47 @@ async def computed_part(
     return loss, None if output is None or part.what is Pass.AGAIN else await output, {}
 
 
-class StepParts:
-    """The parts of one step at one server. ``under_way``: parts as cut by the latest pass through each microbatch;
+class Parts:
+    """The parts at one server. ``under_way``: parts as cut by the latest pass through each microbatch;
     ``accumulated``: parts whose gradients are not here."""
 
     def __init__(self) -> None:
-        self._under_way: dict[int, dict[int, KeptPart]] = {}
+        self._under_way: dict[tuple[int, int], dict[int, KeptPart]] = {}
         self._accumulated: dict[Place, _Accumulated] = {}
 
     # Under way --------------------------------------------------------------------------------------------------------
 
-    def begin(self, index: int) -> None:
+    def begin(self, mb: Microbatch) -> None:
         """A microbatch begins to pass through, perhaps again."""
-        self._under_way[index] = {}
+        self._under_way[mb.step, mb.index] = {}
 
     def keep(self, part: Part, kept: KeptPart) -> None:
         """Keep the inputs of ``part`` of a microbatch that passes through."""
-        self._under_way.setdefault(part.index, {})[part.first] = kept
+        self._under_way.setdefault((part.step, part.index), {})[part.first] = kept
 
     def find(self, part: Part) -> KeptPart | None:
         """Returns the inputs of ``part``; None: the part is not wanted any more."""
         if part.what is Pass.AGAIN:
-            lost = self._accumulated.get((part.index, part.first))
+            lost = self._accumulated.get(part.place)
             return None if lost is None else lost.kept
-        return self._under_way.get(part.index, {}).get(part.first)
+        return self._under_way.get((part.step, part.index), {}).get(part.first)
 
-    def of(self, index: int) -> dict[int, KeptPart]:
+    def of(self, mb: Microbatch) -> dict[int, KeptPart]:
         """Returns the parts of a microbatch that passes through, by first sequence."""
-        return dict(sorted(self._under_way.get(index, {}).items()))
+        return dict(sorted(self._under_way.get((mb.step, mb.index), {}).items()))
 
     def through(self, mb: Microbatch, own: Compute) -> None:
         """A microbatch has passed through, or will not: keep only the inputs for its gradient. ``own``: the server's
         device, which may have its forwards."""
-        for first, kept in self._under_way.pop(mb.index, {}).items():
+        for first, kept in self._under_way.pop((mb.step, mb.index), {}).items():
             if kept.forward_at == OWN:
                 own.discard(mb._replace(first=first))
+
+    def end(self, step: int, own: Compute, whole: int) -> None:
+        """Nothing of ``step`` is computed any more. ``own``: see ``through``; ``whole``: sequences of a microbatch."""
+        self.forget_gradients(step)
+        for index in [i for s, i in self._under_way if s == step]:
+            self.through(Microbatch(step, index, 0, whole), own)
 
     def forwards_at(self, worker: PeerId) -> set[int]:
         """Returns the numbers of the forwards at ``worker`` that are of use."""
@@ -184,27 +188,27 @@ class StepParts:
 
     def forward_lost(self, worker: PeerId, part: Part | None = None) -> None:
         """``worker`` has no forward (of ``part``) any more."""
-        for index, parts in self._under_way.items():
+        for mb, parts in self._under_way.items():
             for first, kept in parts.items():
-                if kept.forward_at == worker and (part is None or (part.index, part.first) == (index, first)):
+                if kept.forward_at == worker and (part is None or part.place == (*mb, first)):
                     kept.forward_at = None
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
     def accumulated(self, part: Part, kept: KeptPart, worker: PeerId, number: int, claim: Sketch | None) -> None:
         """The gradient of ``part`` is in the accumulator of ``worker``. ``claim``: the announced sketch."""
-        self._accumulated[part.index, part.first] = _Accumulated(kept, worker, number, claim)
+        self._accumulated[part.place] = _Accumulated(kept, worker, number, claim)
 
     def claimed(self, worker: PeerId, numbers: Collection[int]) -> Sketch:
         """Returns the sum of the sketches that ``worker`` announced for the gradients ``numbers``."""
         mine = (g.claim for g in self._accumulated.values() if g.at == worker and g.number in numbers)
         return sum((claim for claim in mine if claim is not None), np.zeros(SIZE))
 
-    def holders(self) -> dict[PeerId, set[int]]:
-        """Returns the numbers of the gradients in the accumulator of each worker."""
+    def holders(self, of_step: int | None = None) -> dict[PeerId, set[int]]:
+        """Returns the numbers of the gradients (``of_step``; None: of all steps) in the accumulator of each worker."""
         found = defaultdict[str, set[int]](set)
-        for gradient in self._accumulated.values():
-            if gradient.at is not None:
+        for (step, *_), gradient in self._accumulated.items():
+            if gradient.at is not None and of_step in (None, step):
                 found[gradient.at].add(gradient.number)
         return dict(found)
 
@@ -216,16 +220,17 @@ class StepParts:
 
     def computed_here(self, part: Part) -> None:
         """The gradient of ``part`` is here, and counts nowhere else."""
-        self._accumulated.pop((part.index, part.first), None)
+        self._accumulated.pop(part.place, None)
 
     def take_back(self, places: Collection[Place]) -> set[PeerId]:
         """The parts at ``places`` do not count. Returns the workers that accumulated them."""
         gone = [self._accumulated.pop(place) for place in places if place in self._accumulated]
         return {g.at for g in gone if g.at is not None}
 
-    def held_by(self, worker: PeerId) -> list[tuple[Place, int]]:
-        """Returns place and sequences of the parts in the accumulator of ``worker``."""
-        return [(place, g.kept.rows) for place, g in self._accumulated.items() if g.at == worker]
+    def again(self, worker: PeerId, of_step: int | None = None) -> list[Part]:
+        """Returns the parts to compute again (``of_step``; None: of all steps) if ``worker`` is gone."""
+        mine = ((place, g.kept.rows) for place, g in self._accumulated.items() if g.at == worker)
+        return [Part(Pass.AGAIN, *place, rows) for place, rows in mine if of_step in (None, place[0])]
 
     def holder_at(self, place: Place) -> PeerId | None:
         """Returns the worker whose accumulator has the gradient of a part; None: no worker's."""
@@ -233,74 +238,17 @@ class StepParts:
         return None if gradient is None else gradient.at
 
     def lost(self, worker: PeerId) -> None:
-        """The accumulator of ``worker`` is gone."""
+        """``worker`` is gone, with its forwards and its accumulator."""
+        self.forward_lost(worker)
         for gradient in self._accumulated.values():
             if gradient.at == worker:
                 gradient.at = None
 
-    def forget_gradients(self) -> None:
-        """Accumulated gradients do not count."""
-        self._accumulated.clear()
+    def forget_gradients(self, step: int) -> None:
+        """Accumulated gradients of ``step`` do not count."""
+        for place in [p for p in self._accumulated if p[0] == step]:
+            del self._accumulated[place]
 
-    @property
-    def complete(self) -> bool:
-        """Are all gradients here?"""
-        return not self._accumulated
-
-    def indices(self) -> list[int]:
-        """Returns the microbatches that pass through."""
-        return list(self._under_way)
-
-
-class OwnParts:
-    """The parts that the server's own device computes now."""
-
-    def __init__(self, compute: Compute, ended: Callable[[int], None]) -> None:
-        """``ended``: called with the number of each giving that was not computed to its end."""
-        self._compute, self._ended = compute, ended
-        self._tasks: dict[asyncio.Task[None], tuple[int, Microbatch]] = {}
-
-    def add(self, task: asyncio.Task[None], number: int, mb: Microbatch) -> None:
-        """``task`` computes ``mb``, given under ``number``."""
-        self._tasks[task] = number, mb
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        number, mb = self._tasks.pop(task)
-        if task.cancelled():
-            self._compute.discard(mb)
-            self._ended(number)
-
-    def end(self, step: int) -> None:
-        """The weights of ``step`` are about to change: a backward must have the weights of its forward."""
-        for task in [task for task, (_, mb) in self._tasks.items() if mb.step == step]:
-            task.cancel()
-
-
-class PartsBySteps:
-    """The parts of all steps under way."""
-
-    def __init__(self) -> None:
-        self.steps: dict[int, StepParts] = {}
-
-    def of(self, step: int) -> StepParts:
-        return self.steps.setdefault(step, StepParts())
-
-    def find(self, part: Part) -> KeptPart | None:
-        """Returns the inputs of ``part``; None: the part is not wanted any more."""
-        return self.steps[part.step].find(part) if part.step in self.steps else None
-
-    def again(self, worker: PeerId, of_step: int | None = None) -> list[Part]:
-        """Returns the parts to compute again (``of_step``; None: of all steps) if ``worker`` is gone."""
-        return [
-            Part(Pass.AGAIN, step, index, first, rows)
-            for step, parts in self.steps.items()
-            if of_step in (None, step)
-            for (index, first), rows in parts.held_by(worker)
-        ]
-
-    def lost(self, worker: PeerId) -> None:
-        """``worker`` is gone."""
-        for parts in self.steps.values():
-            parts.forward_lost(worker)
-            parts.lost(worker)
+    def complete(self, step: int) -> bool:
+        """Are all gradients of ``step`` here?"""
+        return all(place[0] != step for place in self._accumulated)

@@ -13,7 +13,8 @@ from blake3 import blake3
 from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError
 from muletrain.policy.deadline import Deadline, backoff_s
 from muletrain.policy.passes import Pass
-from muletrain.policy.worker import server_to_move_to
+from muletrain.policy.rebalance import stage_to_help, stage_to_move_to
+from muletrain.policy.worker import Standings, server_to_move_to
 from muletrain.runtime.pool.messages import Answer, Next
 
 if TYPE_CHECKING:
@@ -88,6 +89,9 @@ class StageServers:
         self._answers = Deadline(unmeasured_s=CALL_S, floor_s=CALL_FLOOR_S)
         self._compared_at = clock.now()
         self._draw = random.Random(net.peer_id)
+        self._standings, self._steps = Standings(), 0
+        """Servers that give no work step after step are left out. A server that says that its clients do nothing, and
+        gives nothing, would keep all clients of the stage."""
 
     async def states(self, *, but: PeerId | None = None, most: int | None = None) -> dict[PeerId, Answer]:
         """Returns the states of the servers that answer about as soon as the first (without ``but``; ``most``: size of
@@ -118,15 +122,29 @@ class StageServers:
 
         return sorted((await self.states()).items(), key=need)
 
+    def worked(self, home: PeerId, *, worked: bool) -> None:
+        """A step is over, in which ``home`` gave us work, or did not."""
+        self._steps += 1
+        if worked:
+            self._standings[home].kept()
+        else:
+            self._standings[home].lapsed(self._steps)
+
+    def _left_out(self, server: PeerId) -> bool:
+        return self._standings[server].left_out(self._steps)
+
     async def that_needs_us_more(self, home: PeerId, version: int) -> PeerId | None:
         """Returns a server whose clients are slower together than the clients of ``home``, if we should move there for
-        a ``version`` of the weights (``server_to_move_to``)."""
+        a ``version`` of the weights (``server_to_move_to``); or, if ``home`` is left out though it says that
+        its clients are the slowest, another one."""
         if self._clock.now() - self._compared_at < COMPARE_S or len(self.known) < 2:
             return None
         self._compared_at = self._clock.now()
         found = await self.states()
         if home not in found or len(found) < 2:
             return None
+        if self._left_out(home) and found[home].speed <= min(state.speed for state in found.values()):
+            return next((server for server, _ in await self.by_need() if not self._left_out(server)), None)
         unknown = not any(state.speed for state in found.values())
         speeds = {server: state.clients if unknown else state.speed for server, state in found.items()}
         draw = random.Random(f"{self._net.peer_id}/{version}")
@@ -168,26 +186,6 @@ class StageServers:
         answer = await self._net.call(server, ask.KIND, ask.pack(), timeout_s=self._answers.seconds())
         self._answers.measured(self._clock.now() - begin)
         return answer
-
-
-class Rule(Protocol):
-    """Chooses the stage that a client helps (``strategies.hub``)."""
-
-    def stage_to_help(
-        self, work: Sequence[float], speeds: Sequence[float], fits: Collection[int], left: Sequence[float]
-    ) -> int | None: ...
-
-    def stage_to_move_to(
-        self,
-        work: Sequence[float],
-        speeds: Sequence[float],
-        stage: int,
-        clients: int,
-        together: float,
-        fits: Collection[int],
-        drawn: float,
-        left: Sequence[float],
-    ) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -247,7 +245,6 @@ class Roaming:
 
     def __init__(
         self,
-        rule: Rule,
         servers: Callable[[], Awaitable[Mapping[int, Sequence[PeerId]]]],
         make: Callable[[int, Mapping[int, Sequence[PeerId]]], Awaitable[Worker]],
         net: Network,
@@ -260,7 +257,7 @@ class Roaming:
         byte_s: float = 0.0,
         stays: bool = False,
     ) -> None:
-        self._rule, self._servers, self._make, self._net, self._clock = rule, servers, make, net, clock
+        self._servers, self._make, self._net, self._clock = servers, make, net, clock
         self._costs, self._fits, self._first, self._stays, self._draw = costs, fits, stage, stays, draw
         self._byte_s = byte_s
 
@@ -272,7 +269,7 @@ class Roaming:
             if stage is None:
                 helpers = await self._helpers(servers)
                 left = self._costs.left(self._byte_s, self._costs.step_s(helpers))
-                stage = self._rule.stage_to_help(self._costs.work, self._speeds(helpers), self._fits, left)
+                stage = stage_to_help(self._costs.work, self._speeds(helpers), self._fits, left)
                 assert stage is not None  # a machine without memory for any stage is no client
             client = await self._make(stage, servers)
             looking = asyncio.create_task(self._look_elsewhere(stage, client))
@@ -303,7 +300,7 @@ class Roaming:
                     self._byte_s = client.transfers_s / self._costs.moved[stage]
                 work, ours, step_s = self._costs.work, helpers[stage], client.step_s
                 left = self._costs.left(self._byte_s, step_s) if step_s else ()
-                to = self._rule.stage_to_move_to(
+                to = stage_to_move_to(
                     work, self._speeds(helpers), stage, ours.clients, ours.speed * work[stage], self._fits, drawn, left
                 )
                 if to is not None:

@@ -50,6 +50,11 @@ class WeightsUpload:
         """Chunks of the current weights that each peer asked for."""
         self._turns = asyncio.Semaphore(TAKERS)
 
+    @property
+    def open(self) -> bool:
+        """Are the weights whole, and may clients have them?"""
+        return self._digest is not None
+
     def close(self) -> None:
         """The weights are about to change."""
         self._digest = None

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from muletrain.errors import CapacityError
+from muletrain.policy.rebalance import stage_to_help
 from muletrain.sim.setting import seated
-from muletrain.strategies.hub import stage_to_help
 
 if TYPE_CHECKING:
     from muletrain.sim.setting import Setting

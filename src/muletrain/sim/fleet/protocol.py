@@ -45,7 +45,6 @@ from muletrain.sim.host import VirtualHost
 from muletrain.sim.loop import run_virtually, seldom_collected
 from muletrain.sim.setting import fetch_s, mortal, seat, seated
 from muletrain.sim.steps.endings import exchange_s
-from muletrain.strategies import hub
 from muletrain.strategies.swarm import SWARM
 
 if TYPE_CHECKING:
@@ -305,7 +304,7 @@ class Actors(VirtualHost):
             there = tuple(servers.get(stage, ()))
             return Client(network, self.clock, tasks, compute, self.plan, self.genesis.config, name, there)
 
-        roaming = Roaming(hub, servers, make, network, self.clock, costs, kind.fits, stage, random.Random(name))
+        roaming = Roaming(servers, make, network, self.clock, costs, kind.fits, stage, random.Random(name))
         await self.live(name, network, roaming.run(), tasks)
 
     @cached_property

@@ -17,6 +17,7 @@ from muletrain.compute.swap.fit import client_needs
 from muletrain.config.plan_file import Prediction, Stage
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.groups import Search, Work
+from muletrain.policy.rebalance import stage_to_help
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.planned import Planned
 from muletrain.sim.fleet.rates import TRAINERS
@@ -26,7 +27,7 @@ from muletrain.sim.plan.hub_step import HubStep, StageMachines, sent
 from muletrain.sim.plan.question import fullest, mixing, traffic, with_haste
 from muletrain.sim.setting import takes_s
 from muletrain.strategies import find
-from muletrain.strategies.hub import Hub, stage_to_help
+from muletrain.strategies.hub import Hub
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
