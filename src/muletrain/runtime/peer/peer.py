@@ -32,7 +32,6 @@ from muletrain.runtime.step.audit import computes_falsely
 from muletrain.runtime.step.exchange import Answers
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.runner import StepRunner
-from muletrain.runtime.transfer.blocks import Downloader
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
 
 if TYPE_CHECKING:
@@ -95,8 +94,10 @@ class Peer:
         self.rebalancer, self._hot_spares = Rebalancer(ctx, self), HotSpares(ctx)
         # microbatch and transfer
         self._microbatches = microbatches = Microbatches(ctx, at, source if ctx.roster.own.trainer else None, heldout)
-        self._log, receiver, self._tokens = GradientLog(ctx, log_bytes), Receiver(ctx), Downloader(ctx)
-        self._snapshots = Snapshots(ctx, at, self._log, membership, sharing)
+        self._log, receiver, self._tokens = GradientLog(ctx, log_bytes), Receiver(ctx), ctx.downloader()
+        self._snapshots = Snapshots(ctx, at, self._log, membership)
+        if sharing is not None:
+            sharing.offer(ctx)
         # checkpoint
         self._checkpointing = parts = Checkpointing(ctx, self._snapshots, receiver, membership, book)
         self._parts = writer = PartWriter(ctx, at, parts)
@@ -107,11 +108,11 @@ class Peer:
         Answers(ctx, runner, self._log, membership)
         self._rollback = rollback = Rollback(ctx, parts.replicas, at, host, back, forks, writer)
         # peer
-        early, taken = EarlyFrames(ctx.plan.capacity), (receiver.taker, self._tokens)
+        early = EarlyFrames(ctx.plan.capacity)
         self._arrival = Arrival(ctx, at, runner, membership, receiver, parts, forks, writer, microbatches, early)
         self.reporting, self._ending = Reporting(ctx, host, apart=reports), Ending(ctx, at, parts, runner)
         self._incoming = Incoming(
-            ctx, at, membership, microbatches, runner, forks, rollback, parts, self.reporting, early, taken
+            ctx, at, membership, microbatches, runner, forks, rollback, parts, self.reporting, early
         )
         ctx.net.serve(StopRun.KIND, self._answer_stop)
 

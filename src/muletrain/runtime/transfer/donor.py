@@ -7,17 +7,17 @@ identical, and so are their copies: a donor whose copy has another digest than m
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from muletrain.errors import CheckpointError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError, Refused
 from muletrain.events import TransferFailed
 from muletrain.policy.recent import Debts
+from muletrain.runtime.core.blocks import Download, StateImage
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.times import GONE_S, PAUSE_MAX_S, PAUSE_S, pause_s
-from muletrain.runtime.transfer.blocks import LANES, Download, Downloader, StateImage
-from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskManifest, AskSnapshot, Snapshot
+from muletrain.runtime.transfer.messages import AskSnapshot, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -29,19 +29,13 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.transfer.tokens import Sharing
 
+STATES = "states"
+"""The name of the copies of states and checkpoints' parts (``core.blocks.Blocks.offers``)."""
 MAX_COPIES = 3
 """Copies kept at once: the newest copy, a copy that a taker is still downloading, and a checkpoint's part."""
 HEADERS = 1 << 16
 """Bytes of a state beside the tensors."""
-MAX_RUNS, ALL_RUNS = 2 * LANES, 256
-"""Most waiting runs of blocks, for one taker and for all takers. Runs take turns, so that every taker makes
-progress."""
-TIMES = 4
-"""Number of times that one taker may download a copy: links break, and arrived blocks may be lost."""
-MAX_DRAWN = 4096
-"""Pairs of taker and copy whose downloads are counted; beyond that, dropped copies are forgotten."""
 COPYING, COPYING_S = 0.1, 20.0
 """Share of our time spent on making copies for one taker, and most such seconds at once."""
 SETTLE_TRIES = 100
@@ -75,42 +69,18 @@ class PastGradients(Protocol):
         """Are ``step`` and all later steps kept?"""
         ...
 
-    def copy(self, peer: PeerId, digest: bytes) -> StateImage | None:
-        """The gradient with that manifest, if kept for ``peer``."""
-        ...
-
 
 class Snapshots:
-    """Owns the copies that this peer serves, and decides who gets each copy. Answers for tokens and past gradients,
-    too."""
+    """Owns the copies of states and checkpoints' parts that this peer serves, and decides who gets each copy."""
 
-    def __init__(
-        self,
-        ctx: Context,
-        position: Position,
-        log: PastGradients,
-        membership: Membership,
-        sharing: Sharing | None = None,
-    ) -> None:
-        """``sharing``: the run's tokens, if the run shares tokens."""
-        self._ctx, self._position, self._log = ctx, position, log
-        self._membership, self._sharing = membership, sharing
+    def __init__(self, ctx: Context, position: Position, log: PastGradients, membership: Membership) -> None:
+        self._ctx, self._position, self._log, self._membership = ctx, position, log, membership
         self._kept: dict[bytes, _Kept] = {}
         self._making = asyncio.Lock()
-        self._runs: Counter[tuple[PeerId, bytes]] = Counter()
-        """Runs of blocks being sent, by taker and copy; past gradients have no copy's name."""
-        self._sending: set[tuple[PeerId, bytes, int]] = set()
-        """Blocks that are being sent, by taker and copy. A block that is requested again is not sent twice."""
-        self._drawn: Counter[tuple[PeerId, bytes]] = Counter()
-        """Blocks requested, by taker and copy."""
         self._copying = Debts(COPYING)
         """Seconds spent on making copies, by taker."""
-        for kind, answer in (
-            (AskSnapshot, self._on_ask),
-            (AskManifest, self._on_manifest),
-            (AskBlocks, self._on_blocks),
-        ):
-            ctx.net.serve(kind.KIND, answer)
+        ctx.net.serve(AskSnapshot.KIND, self._on_ask)
+        ctx.blocks.offers(STATES, self._given)
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
         """Offer a copy of our state. Raises MuletrainError for a taker of another stage, or a taker that is no
@@ -131,7 +101,7 @@ class Snapshots:
     async def _make_for(self, taker: PeerId) -> Snapshot:
         """Make a new copy. Raises MuletrainError when memory has no room for a copy, or ``taker`` asks too often."""
         begin = self._ctx.clock.now()
-        if any(digest and digest not in self._kept for _, digest in self._runs):
+        if self._ctx.blocks.sends(STATES) - self._kept.keys():
             raise MuletrainError("a copy that was replaced is still on its way to somebody; ask again")
         if self._copying.owed(taker, begin) > COPYING_S:
             raise MuletrainError("this peer was given many copies already; ask again")
@@ -187,7 +157,7 @@ class Snapshots:
     ) -> Snapshot:
         """Keep a copy for takers. ``state`` does not change any more. ``part``: the copy is a checkpoint's part."""
         copy = StateImage(state)
-        await copy.name(self._ctx)
+        await copy.name(self._ctx.compute.offload)
         offer = Snapshot(step=step, lineage=lineage, digest=copy.digest, over=over, past=past)
         self._keep(_Kept(stage, offer, copy, self._ctx.clock.now(), part))
         return offer
@@ -220,63 +190,15 @@ class Snapshots:
             now = self._ctx.clock.now()
             self._kept = {d: k for d, k in self._kept.items() if now - k.asked < GONE_S}
 
-    def _asked(self, digest: bytes, taker: PeerId) -> StateImage:
-        """The copy ``digest`` for ``taker``. Raises MuletrainError when the copy is not kept for ``taker`` (any
-        more)."""
-        if self._sharing is not None and digest == self._sharing.shared.digest:
-            return self._sharing.given(self._ctx, taker)
+    async def _given(self, taker: PeerId, digest: bytes) -> StateImage | None:
+        """See ``core.blocks.Reader``."""
         kept = self._kept.get(digest)
-        if kept is None and (past := self._log.copy(taker, digest)) is not None:
-            return past
         if kept is None or taker not in kept.takers or self._ctx.tasks.closed:
-            raise MuletrainError("this copy is not kept for you (any more); ask for another")
+            return None
         kept.asked = self._ctx.clock.now()
         if not kept.part:
             self._log.follow(taker, kept.offer.step)
         return kept.copy
-
-    async def _on_manifest(self, sender: PeerId, payload: bytes) -> bytes:
-        return self._asked(AskManifest.unpack(payload).digest, sender).manifest
-
-    async def _on_blocks(self, sender: PeerId, payload: bytes) -> bytes:
-        ask = AskBlocks.unpack(payload)
-        copy = self._asked(ask.digest, sender)
-        if any(k * copy.block >= copy.size for k in ask.blocks):
-            raise ProtocolError("blocks that the copy does not have")
-        blocks = tuple(k for k in dict.fromkeys(ask.blocks) if (sender, copy.digest, k) not in self._sending)
-        if not blocks:
-            return b""
-        drawn = sender, copy.digest
-        if (
-            sum(n for (taker, _), n in self._runs.items() if taker == sender) >= MAX_RUNS
-            or self._runs.total() >= ALL_RUNS
-        ):
-            raise MuletrainError("this donor has enough to send")
-        if self._drawn[drawn] + len(blocks) > TIMES * max(MAX_RUN, -(-copy.size // copy.block)):
-            raise MuletrainError(f"this donor has sent that copy to this peer {TIMES} times")
-        self._drawn[drawn] += len(blocks)
-        if len(self._drawn) > MAX_DRAWN:
-            self._drawn = Counter({drawn: n for drawn, n in self._drawn.items() if drawn[1] in self._kept})
-        run = sender, copy.digest if copy.digest in self._kept else b""
-        self._runs[run] += 1
-        self._sending |= {(*drawn, k) for k in blocks}
-        self._ctx.spawn(self._send(copy, run, blocks), "blocks")
-        return b""
-
-    async def _send(self, copy: StateImage, run: tuple[PeerId, bytes], blocks: tuple[int, ...]) -> None:
-        """Send ``blocks`` while the copy is kept. A taker that lacks blocks asks another donor, or us again."""
-        left = list(blocks)
-        try:
-            while left:
-                await copy.send(self._ctx, run[0], left[0])
-                self._sending.discard((run[0], copy.digest, left.pop(0)))
-                self._asked(copy.digest, run[0])
-        except MuletrainError:
-            pass
-        finally:
-            self._sending -= {(run[0], copy.digest, k) for k in left}
-            self._runs[run] -= 1
-            self._runs += Counter()  # drops the runs that have ended
 
 
 class Receiver:
@@ -284,7 +206,7 @@ class Receiver:
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self.taker = Downloader(ctx)
+        self.taker = ctx.downloader()
         self._state, self._part = Download(self.taker), Download(self.taker)
         self._refusal = ""
 

@@ -1,10 +1,12 @@
-"""Large data travel as an immutable copy, cut into blocks that a manifest names by hash: states, parts of checkpoints,
-past gradients and the run's tokens.
+"""One transport moves all large data between peers: states, past gradients, checkpoints' parts, the run's tokens, and
+the weights beside an adapter. A copy is immutable, and cut into blocks that a manifest names by hash.
 
-A taker asks several donors for different blocks at once and checks each arriving block against the manifest. The taker
-drops a donor whose block is wrong or late, and asks other donors for that block. A sole donor is asked again, as the
-link may have broken. Arrived blocks are kept, so a break costs only the blocks in flight. Blocks of states travel as
-``Channel.BULK``, which yields to the traffic of the step.
+``Blocks`` is a process' end of the transport: each room registers a reader of the copies that it gives (``offers``),
+and whoever has a copy's digest asks with ``AskBlocks``. A ``Downloader`` asks several donors for different blocks at
+once and checks each arriving block against the manifest. A donor whose block is wrong or late is dropped, and other
+donors are asked for that block. A sole donor is asked again, as the link may have broken. Arrived blocks are kept, so a
+break costs only the blocks in flight. Blocks of states travel as ``Channel.BULK``, which yields to the traffic of the
+step.
 """
 
 from __future__ import annotations
@@ -12,46 +14,83 @@ from __future__ import annotations
 import asyncio
 import math
 from bisect import bisect_right
-from collections import deque
-from contextlib import ExitStack
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from blake3 import blake3
-from pydantic import Field
+from pydantic import FailFast, Field
 
-from muletrain.errors import DeadlineExceeded, Malformed, NetworkError, PeerUnreachable, ProtocolError, Refused
+from muletrain.errors import (
+    DeadlineExceeded,
+    Malformed,
+    MuletrainError,
+    NetworkError,
+    PeerUnreachable,
+    ProtocolError,
+)
 from muletrain.network.base import Channel
 from muletrain.policy.deadline import CEILING_S, Deadline
-from muletrain.runtime.core.messages import Message, Natural, Text
+from muletrain.policy.recent import Recent
+from muletrain.runtime.core.messages import Digest, Message, Natural, Text
 from muletrain.runtime.core.times import AGAIN_S, GONE_S, PAUSE_S
 from muletrain.runtime.core.waiting import unless_done
-from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskManifest, Block
 from muletrain.wire.codec import MAX_DIMENSIONS, RAW, Encoded, decode_raw
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from torch import Tensor
 
-    from muletrain.network.base import PeerId
-    from muletrain.runtime.members.context import Context
+    from muletrain.clock import Clock
+    from muletrain.network.base import Network, PeerId
+    from muletrain.runtime.core.tasks import Tasks
+    from muletrain.wire.frame import Frame
 
 BLOCK = 1 << 20
 """Bytes of a block. Blocks of a very large copy are larger, so that the manifest fits into a call's answer."""
 MAX_BLOCKS = 1 << 14
 """Most blocks of one copy."""
-RUN = MAX_RUN
+RUN = 8
 """Most blocks requested in one call."""
 LANES = 2
 """Calls in progress with one donor: while one run of blocks arrives, the next is requested."""
+MAX_RUNS, ALL_RUNS = 2 * LANES, 256
+"""Most waiting runs of blocks, for one taker and for all takers. Runs take turns, so that every taker makes
+progress."""
+TIMES = 4
+"""Number of times that one taker may download a copy: links break, and arrived blocks may be lost."""
+BUSY = "this peer gives that to others now; ask again later"
+"""The refusal of a donor that serves enough takers. The taker waits for its turn."""
 HASHED_AT_ONCE = 16 << 20
 """Bytes hashed in one job: quantising shares the thread and must not wait long."""
 _TYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
+
+Offload = Callable[..., Awaitable[Any]]
+"""Runs a function beside the event loop, and returns the result."""
+
+
+class AskBlocks(Message):
+    """A call that asks for ``blocks`` of the copy with that digest; (): for the manifest. Blocks come as frames, and
+    the answer is then empty."""
+
+    KIND: ClassVar[str] = "ask_blocks"
+    digest: Digest
+    blocks: Annotated[tuple[Natural, ...], Field(max_length=RUN), FailFast()] = ()
+
+
+class Block(Message):
+    """A frame with one requested block."""
+
+    KIND: ClassVar[str] = "block"
+    CHANNEL: ClassVar[Channel] = Channel.BULK
+    TENSORS: ClassVar[int] = 1
+    digest: Digest
+    block: Natural
 
 
 Shape = Annotated[tuple[Natural, ...], Field(max_length=MAX_DIMENSIONS)]
@@ -121,12 +160,12 @@ class StateImage:
         self.manifest = b""
         self.digest = b""
 
-    async def name(self, ctx: Context) -> None:
+    async def name(self, offload: Offload) -> None:
         """Hash all blocks, and name the copy by the hashes."""
         count = -(-self.size // self.block)
         step = max(1, HASHED_AT_ONCE // self.block)
         jobs = [(k, min(count, k + step)) for k in range(0, count, step)]
-        self.named(b"".join([await ctx.compute.offload(self._hashes, *job) for job in jobs]))
+        self.named(b"".join([await offload(self._hashes, *job) for job in jobs]))
 
     def hashes(self) -> bytes:
         """BLAKE3 of all blocks, one after the other."""
@@ -167,11 +206,11 @@ class StateImage:
         """Bytes ``begin`` to ``end`` of the copy, read for sending."""
         return self.views(begin, end)
 
-    async def send(self, ctx: Context, taker: PeerId, block: int) -> None:
+    async def send(self, by: Blocks, taker: PeerId, block: int) -> None:
         """Send one block to ``taker``. Raises NetworkError."""
         begin, end = self._span(block)
         raw = Encoded(RAW, (end - begin,), await self.content(begin, end))
-        await ctx.send(taker, Block(digest=self.digest, block=block), [raw], channel=self.channel)
+        await by.send(taker, Block(digest=self.digest, block=block), [raw], channel=self.channel)
 
 
 @dataclass
@@ -182,6 +221,8 @@ class PartialDownload:
     manifest: Manifest
     data: bytearray
     missing: set[int]
+    wrong: set[PeerId] = field(default_factory=set, kw_only=True)
+    """Donors that sent a wrong block."""
 
     @classmethod
     def of(cls, digest: bytes, manifest: Manifest) -> PartialDownload:
@@ -205,66 +246,176 @@ class PartialDownload:
 
 @dataclass
 class _Expected:
-    """A requested block, which belongs ``into`` this memory."""
+    """A requested block, which belongs ``into`` this memory. ``taker`` waits."""
 
     into: memoryview
+    taker: Downloader
     whole: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+Reader = Callable[["PeerId", bytes], Awaitable[StateImage | None]]
+"""Returns the copy with a digest for a taker; None: the room does not give that copy. Raises MuletrainError for a copy
+that this taker may not have now. Asked again before every block."""
+
+
+class Blocks:
+    """One process' end of the transport, whichever peers the process becomes. Answers requests from the registered
+    readers' copies, and hands each arriving block to the waiting ``Downloader``. Bounds what a taker draws, and what a
+    sender makes this process read (``network.base.Bounds``)."""
+
+    def __init__(self, net: Network, clock: Clock, tasks: Tasks) -> None:
+        self.net, self.clock, self._tasks = net, clock, tasks
+        self.send: Callable[..., Awaitable[object]] = self._plainly
+        """Sends a frame; a peer counts the bytes (``Context.send``)."""
+        self.waiting: dict[tuple[PeerId, bytes, int], _Expected] = {}
+        """Requested blocks, by donor and copy."""
+        self.largest = BLOCK
+        """Bytes of the largest block ever requested."""
+        self._readers: dict[str, tuple[Reader, int]] = {}
+        self._turns: dict[tuple[str, PeerId], float] = {}
+        """When each taker last asked for blocks of a room's copies. A turn lasts ``GONE_S`` after that, and while blocks
+        are being sent."""
+        self._runs: Counter[tuple[str, PeerId, bytes]] = Counter()
+        """Runs of blocks being sent, by room, taker and copy."""
+        self._sending: set[tuple[PeerId, bytes, int]] = set()
+        """Blocks that are being sent, by taker and copy. A block that is requested again is not sent twice."""
+        self._drawn: Recent[int] = Recent()
+        """Blocks requested, by taker and copy."""
+        net.serve(AskBlocks.KIND, self._on_ask)
+        net.receive(self._on_frame, (Block.KIND,), self)
+
+    async def _plainly(self, peer: PeerId, message: Block, tensors: list[Encoded], *, channel: Channel) -> None:
+        await self.net.send(peer, message.frame(tensors), channel=channel, timeout_s=GONE_S)
+
+    # The giver --------------------------------------------------------------------------------------------------------
+
+    def offers(self, room: str, reader: Reader, takers: int = ALL_RUNS) -> None:
+        """From now on, give the copies of ``reader``, to ``takers`` peers at once; in place of the reader that ``room``
+        had before."""
+        self._readers[room] = reader, takers
+
+    def sends(self, room: str) -> set[bytes]:
+        """Returns the digests of the copies of ``room`` that are being sent."""
+        return {digest for name, _, digest in self._runs if name == room}
+
+    async def _asked(self, digest: bytes, taker: PeerId) -> tuple[str, StateImage]:
+        """The copy ``digest`` for ``taker``, and the copy's room. Raises MuletrainError when no room gives the
+        copy to ``taker`` (any more)."""
+        for room, (reader, _) in self._readers.items():
+            if (copy := await reader(taker, digest)) is not None:
+                return room, copy
+        raise MuletrainError("this copy is not kept for you (any more); ask for another")
+
+    async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
+        """Raises MuletrainError for a copy that ``sender`` may not have, and for too many blocks or takers."""
+        ask = AskBlocks.unpack(payload)
+        room, copy = await self._asked(ask.digest, sender)
+        if not ask.blocks:
+            return copy.manifest
+        count = -(-copy.size // copy.block)
+        if max(ask.blocks) >= count:
+            raise ProtocolError("blocks that the copy does not have")
+        blocks = tuple(k for k in dict.fromkeys(ask.blocks) if (sender, copy.digest, k) not in self._sending)
+        if not blocks:
+            return b""
+        now = self.clock.now()
+        running = {(name, taker) for name, taker, _ in self._runs}
+        self._turns = {turn: at for turn, at in self._turns.items() if turn in running or now - at < GONE_S}
+        if (room, sender) not in self._turns and sum(r == room for r, _ in self._turns) >= self._readers[room][1]:
+            raise MuletrainError(BUSY)
+        self._turns[room, sender] = now
+        own = sum(n for (_, taker, _), n in self._runs.items() if taker == sender)
+        if own >= MAX_RUNS or self._runs.total() >= ALL_RUNS:
+            raise MuletrainError("this donor has enough to send")
+        drawn = f"{sender} {copy.digest.hex()}"
+        if self._drawn.get(drawn, 0) + len(blocks) > TIMES * max(RUN, count):
+            raise MuletrainError(f"this donor has sent that copy to this peer {TIMES} times")
+        self._drawn[drawn] = self._drawn.get(drawn, 0) + len(blocks)
+        run = room, sender, copy.digest
+        self._runs[run] += 1
+        self._sending |= {(sender, copy.digest, k) for k in blocks}
+        self._tasks.spawn(self._give(copy, run, blocks), "blocks")
+        return b""
+
+    async def _give(self, copy: StateImage, run: tuple[str, PeerId, bytes], blocks: tuple[int, ...]) -> None:
+        """Send ``blocks`` while the copy is kept. A taker that lacks blocks asks another donor, or us again."""
+        (_, taker, digest), left = run, list(blocks)
+        try:
+            while left:
+                await copy.send(self, taker, left[0])
+                self._sending.discard((taker, digest, left.pop(0)))
+                await self._asked(digest, taker)
+        except MuletrainError:
+            pass
+        finally:
+            self._sending -= {(taker, digest, k) for k in left}
+            self._runs[run] -= 1
+            self._runs += Counter()  # drops the runs that have ended
+
+    # The taker --------------------------------------------------------------------------------------------------------
+
+    def header(self, kind: str) -> int:
+        """See ``network.base.Bounds``."""
+        return 256 + Block.most()
+
+    async def expect(self, sender: PeerId, frame: Frame) -> None:
+        """See ``network.base.Bounds``. A block may be late, but no larger than any requested block."""
+        frame.message = message = Block.parse(frame)
+        expected, (block,) = self.waiting.get((sender, message.digest, message.block)), frame.tensors
+        if block.codec != RAW or len(block.shape) != 1:
+            raise Malformed(f"a block of {block.codec} {block.shape}")
+        if expected is not None and block.shape[0] != len(expected.into):
+            raise Malformed(f"block {message.block}: {block.shape[0]} bytes instead of {len(expected.into)}")
+        if block.shape[0] > self.largest:
+            raise ProtocolError(f"a block of {block.shape[0]} bytes, and none was asked for")
+
+    async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
+        """Take a block in. A block that is not awaited (any more) is dropped. Raises ProtocolError for a wrong size."""
+        message, (tensor,) = Block.parse(frame), frame.tensors
+        expected, data = self.waiting.get((sender, message.digest, message.block)), decode_raw(tensor)
+        if expected is None or expected.whole.done():
+            return
+        if len(data) != len(expected.into):
+            raise Malformed(f"block {message.block}: {len(data)} bytes instead of {len(expected.into)}")
+        expected.into[:] = data
+        expected.taker.came = self.clock.now()
+        expected.whole.set_result(None)
 
 
 @dataclass
 class Downloader:
     """Takes copies: asks donors for manifests and blocks, and verifies both."""
 
-    ctx: Context
+    blocks: Blocks
+    offload: Offload
+    """Hashes beside the event loop."""
+    awaiting: Callable[[PeerId, asyncio.Future[None]], AbstractContextManager[None]] = lambda donor, block: (
+        nullcontext()
+    )
+    """Fails a block's future once the donor is known to be down."""
+    refused: Callable[[PeerId, str], None] = lambda donor, reason: None
+    """Hears of donors that sent something wrong."""
+    name: Callable[[PeerId], str] = str
     deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=GONE_S, floor_s=AGAIN_S))
     """Seconds between two blocks, from any donor: donors share our link."""
-    _waiting: dict[tuple[PeerId, bytes, int], _Expected] = field(default_factory=dict)
-    _largest: int = BLOCK
-    """Bytes of the largest block ever requested."""
-    _breaks: int = 0
-    _came: float = float("-inf")
+    came: float = float("-inf")
     """When the last block arrived."""
+    _breaks: int = 0
 
-    def expects(self, sender: PeerId, message: Block, tensors: list[Encoded]) -> None:
-        """Check a block before reading. The block may be late, but no larger than any requested block. Raises
-        ProtocolError."""
-        expected, (block,) = self._waiting.get((sender, message.digest, message.block)), tensors
-        if block.codec != RAW or len(block.shape) != 1:
-            raise Malformed(f"a block of {block.codec} {block.shape}")
-        if expected is not None and block.shape[0] != len(expected.into):
-            raise Malformed(f"block {message.block}: {block.shape[0]} bytes instead of {len(expected.into)}")
-        if block.shape[0] > self._largest:
-            raise ProtocolError(f"a block of {block.shape[0]} bytes, and none was asked for")
-
-    def on_block(self, sender: PeerId, message: Block, tensor: Encoded) -> None:
-        """Take a block in. A block that is not awaited (any more) is dropped. Raises ProtocolError for a wrong size."""
-        expected, data = self._waiting.get((sender, message.digest, message.block)), decode_raw(tensor)
-        if expected is None or expected.whole.done():
-            return
-        if len(data) != len(expected.into):
-            raise Malformed(f"block {message.block}: {len(data)} bytes instead of {len(expected.into)}")
-        expected.into[:] = data
-        self._came = self.ctx.clock.now()
-        expected.whole.set_result(None)
-
-    async def manifest(self, digest: bytes, donors: list[PeerId], limit: int) -> Manifest:
-        """The manifest of the copy ``digest``, of at most ``limit`` bytes, from the first donor that gives the
-        manifest. Raises PeerUnreachable when no donor gives the manifest, and ProtocolError when no such copy can
-        be."""
-        ctx, ask = self.ctx, AskManifest(digest=digest).pack()
+    async def manifest(self, digest: bytes, donors: list[PeerId], check: Callable[[Manifest], None]) -> Manifest:
+        """The manifest of the copy ``digest`` from the first donor that gives the manifest. Raises PeerUnreachable when
+        no donor gives the manifest, and errors of ``check``, which raises ProtocolError if no such copy can be."""
+        net, ask = self.blocks.net, AskBlocks(digest=digest).pack()
         for donor in donors:
             try:
-                packed = await ctx.net.call(donor, AskManifest.KIND, ask, timeout_s=GONE_S)
-            except Refused:  # the donor answers, so the donor is well
-                continue
-            except NetworkError as e:
-                ctx.detector.mark_down(donor, e.why)
+                packed = await net.call(donor, AskBlocks.KIND, ask, timeout_s=GONE_S)
+            except NetworkError:
                 continue
             if blake3(packed).digest() == digest:
                 manifest = Manifest.unpack(packed)
-                manifest.check(limit)
+                check(manifest)
                 return manifest
-            ctx.refused(donor, "a manifest of another copy than the one asked for")
+            self.refused(donor, "a manifest of another copy than the one asked for")
         raise PeerUnreachable("no donor gave the manifest of this copy")
 
     async def fetch(self, partial: PartialDownload, donors: list[PeerId]) -> None:
@@ -283,11 +434,12 @@ class Downloader:
                 try:
                     await self._run(partial, donor, run, good)
                 except (NetworkError, ProtocolError) as e:
-                    reason = f"{self.ctx.roster.name(donor)}: {e}"
+                    reason = reason if BUSY in reason else f"{self.name(donor)}: {e}"
                     if donor in good:
                         good.remove(donor)
                     if isinstance(e, ProtocolError):
-                        self.ctx.refused(donor, str(e))
+                        partial.wrong.add(donor)
+                        self.refused(donor, str(e))
                 finally:
                     queue.extend(k for k in run if k in partial.missing)
 
@@ -301,30 +453,30 @@ class Downloader:
 
     async def _run(self, partial: PartialDownload, donor: PeerId, run: list[int], good: list[PeerId]) -> None:
         """Download the blocks of one call, and check each block on arrival. ``good``: donors that have not failed."""
-        ctx = self.ctx
-        self._largest = max(self._largest, partial.manifest.block)
-        expected = {k: _Expected(partial.room(k)) for k in run}
-        self._waiting |= {(donor, partial.digest, k): e for k, e in expected.items()}
+        blocks = self.blocks
+        blocks.largest = max(blocks.largest, partial.manifest.block)
+        expected = {k: _Expected(partial.room(k), self) for k in run}
+        blocks.waiting |= {(donor, partial.digest, k): e for k, e in expected.items()}
         try:
             with ExitStack() as stack:
                 for block in expected.values():
-                    stack.enter_context(ctx.detector.awaiting(donor, block.whole))
+                    stack.enter_context(self.awaiting(donor, block.whole))
 
                 async def ask(first: asyncio.Future[None]) -> None:
-                    blocks = tuple(k for k, block in expected.items() if not block.whole.done())
-                    packed = AskBlocks(digest=partial.digest, blocks=blocks).pack()
-                    await unless_done(first, ctx.net.call(donor, AskBlocks.KIND, packed, timeout_s=GONE_S))
+                    left = tuple(k for k, block in expected.items() if not block.whole.done())
+                    packed = AskBlocks(digest=partial.digest, blocks=left).pack()
+                    await unless_done(first, blocks.net.call(donor, AskBlocks.KIND, packed, timeout_s=GONE_S))
 
                 await ask(expected[run[0]].whole)
                 for k, block in expected.items():
-                    what = f"block {k} from {ctx.roster.name(donor)}"
+                    what = f"block {k} from {self.name(donor)}"
                     await self._block(donor, block.whole, what, good, ask)
-                    if await ctx.compute.offload(_digest, block.into) != partial.manifest.digest(k):
+                    if await self.offload(_digest, block.into) != partial.manifest.digest(k):
                         raise ProtocolError(f"block {k} is not what the manifest says")
                     await partial.keep(k, block.into)
         finally:
             for k in run:
-                self._waiting.pop((donor, partial.digest, k), None)
+                blocks.waiting.pop((donor, partial.digest, k), None)
 
     async def _block(
         self,
@@ -337,13 +489,14 @@ class Downloader:
         """Wait for one block. A slow link is no reason to give up while blocks arrive, nor while the only donor lives:
         the donor may have more urgent traffic, or have sent the block over a link that broke, and is asked again.
         Raises DeadlineExceeded. Ends within ``CEILING_S`` without a block."""
-        clock, begin = self.ctx.clock, self.ctx.clock.now()
-        asked = 1
+        clock, net = self.blocks.clock, self.blocks.net
+        begin, asked = clock.now(), 1
         while True:
-            since = max(begin, self._came)
+            since = max(begin, self.came)
             waited_s = clock.now() - since
             limit_s, again_s = self.deadline.seconds(self._breaks), self.deadline.seconds(self._breaks + asked)
-            silent_s = waited_s if len(good) > 1 else min(waited_s, self.ctx.detector.silent_s(donor))
+            heard_s = asyncio.get_running_loop().time() - net.heard_s(donor)
+            silent_s = waited_s if len(good) > 1 else min(waited_s, heard_s)
             if (silent_s >= limit_s or waited_s >= CEILING_S) and not whole.done():
                 raise DeadlineExceeded(f"{what}: nothing came for {min(waited_s, limit_s):.1f} s")
             if waited_s >= again_s and not whole.done():
@@ -370,7 +523,8 @@ class Download:
         """The tensors of the copy ``digest``, of at most ``limit`` bytes. Raises NetworkError or ProtocolError."""
         if self._partial is None or self._partial.digest != digest:
             self._partial = None  # free its memory, which the next download needs
-            self._partial = PartialDownload.of(digest, await self._downloader.manifest(digest, donors, limit))
+            manifest = await self._downloader.manifest(digest, donors, lambda m: m.check(limit))
+            self._partial = PartialDownload.of(digest, manifest)
         partial = self._partial
         await self._downloader.fetch(partial, donors)
         if self._partial is partial:  # another call may have taken the same copy meanwhile
