@@ -17,7 +17,7 @@ from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.join import messages as join
 from muletrain.runs.join.client import JoinClient
 from muletrain.runtime.averaging.messages import AskGradient
-from muletrain.runtime.checkpoint.messages import AskPart
+from muletrain.runtime.checkpoint.messages import part_name
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.blocks import AskBlocks
 from muletrain.runtime.core.messages import Message
@@ -49,8 +49,8 @@ async def refused(net: MemoryNetwork, donor: str, ask: Message, match: str) -> N
         await asked(net, donor, ask)
 
 
-def part(stage: int, step: int = 4) -> AskPart:
-    return AskPart(step=step, lineage=LINEAGE, stage=stage)
+def part(stage: int, step: int = 4) -> AskBlocks:
+    return AskBlocks(digest=part_name(Key(step, LINEAGE), stage))
 
 
 def test_a_part_of_a_checkpoint_is_for_its_stage_its_keepers_and_the_collector(tmp_path: Path) -> None:
@@ -71,10 +71,10 @@ def test_a_part_of_a_checkpoint_is_for_its_stage_its_keepers_and_the_collector(t
         offer = b""
         for peer in (*keepers, "c", "coordinator"):
             offer = await asked(nets[peer], "b", part(1))  # type: ignore[arg-type]
-        copy = Snapshot.unpack(offer).digest
+        copy = blake3(offer).digest()
         for thief in (*(nets[peer] for peer in others), stranger):  # one that has heard what it is called
-            await refused(thief, "b", AskBlocks(digest=copy), "not kept for you")  # type: ignore[arg-type]
-            await refused(thief, "b", AskBlocks(digest=copy, blocks=(0,)), "not kept for you")  # type: ignore[arg-type]
+            for ask in (AskBlocks(digest=copy), AskBlocks(digest=copy, blocks=(0,))):
+                await refused(thief, "b", ask, "for the coordinator and for peers that|not a member")  # type: ignore[arg-type]
         assert await asked(nets["c"], "b", AskBlocks(digest=copy))  # type: ignore[arg-type]
         await stages.close()
 

@@ -12,8 +12,10 @@ from pydantic import ValidationError
 
 from muletrain.errors import ProtocolError
 from muletrain.network.streams import Intake
+from muletrain.runtime.core.branches import BRANCH
+from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.members.row import ShardFacts
-from muletrain.runtime.recovery.messages import HeldPart
+from muletrain.runtime.recovery.messages import StandsAt
 from muletrain.wire.codec import RAW, decode, encoded_size
 from muletrain.wire.frame import Frame, pack, read_frame, unpack
 
@@ -33,10 +35,10 @@ def test_what_would_end_a_peer_later_is_refused_when_it_comes() -> None:
     )
     with pytest.raises(ValidationError):
         ShardFacts.model_validate(fact | {"square_norm": 1.7e308})
-    part = {"step": 1, "stage": 0, "digest": bytes(32)}
-    HeldPart.model_validate(part | {"lineage": bytes(32)})
+    at = {"branch": bytes(BRANCH), "step": 1, "stage": 0, "state": State.TRAINING, "targets": ()}
+    StandsAt.model_validate(at | {"parts": [(1, bytes(32), 0, bytes(32))]})
     with pytest.raises(ValidationError):
-        HeldPart.model_validate(part | {"lineage": b""})
+        StandsAt.model_validate(at | {"parts": [(1, b"", 0, bytes(32))]})
 
 
 def test_a_frame_of_every_kind_is_drawn_from() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors
 import safetensors.torch
+from blake3 import blake3
 
 from muletrain.errors import (
     CapacityError,
@@ -19,13 +20,15 @@ from muletrain.errors import (
     DeadlineExceeded,
     MuletrainError,
     NetworkError,
+    PeerUnreachable,
     ProtocolError,
 )
 from muletrain.events import CheckpointFailed, CheckpointWritten, PartNotKept, TransferFailed
 from muletrain.policy.checkpoints import keepers
 from muletrain.policy.deadline import CEILING_S
-from muletrain.runtime.checkpoint.messages import AskPart, CheckpointEnd, PartReady, largest_part
+from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady, largest_part, part_name
 from muletrain.runtime.checkpoint.store import Key, PartFacts
+from muletrain.runtime.core.blocks import HEADERS, Download, StateImage
 from muletrain.runtime.core.times import GONE_S, LAG_S, LOOK_S, pause_s
 from muletrain.wire.statefile import StateBuffers
 
@@ -40,9 +43,11 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.members.roster import Roster
     from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.transfer.donor import Receiver, Snapshots
-    from muletrain.runtime.transfer.messages import Snapshot
 
+PARTS = "parts"
+"""The name of the copies of parts (``core.blocks.Blocks.offers``)."""
+COPIES = 2
+"""Copies of parts kept for takers: slow takers of one checkpoint do not hold up the next."""
 MAX_OPEN = 8
 """Open checkpoints at once."""
 REMEMBERED = 256
@@ -259,9 +264,10 @@ class PartReplicas:
             found = await self._place.disk.call(self._place.complete)
             complete.clear()
             complete.update(found)
-        return self._known()
+        return self.known()
 
-    def _known(self) -> dict[Key, dict[int, PartFacts]]:
+    def known(self) -> dict[Key, dict[int, PartFacts]]:
+        """The parts that were in the place at the last look."""
         parts, complete = self._book.parts, self._book.complete
         return {key: {**parts.get(key, {}), **complete.get(key, {})} for key in {*parts, *complete}}
 
@@ -273,7 +279,7 @@ class PartReplicas:
         try:
             return await self._ctx.clock.deadline(asyncio.shield(self._looking), LAG_S, "the checkpoints' place")
         except DeadlineExceeded:
-            return self._known()
+            return self.known()
 
     def where(self, key: Key) -> str:
         """The location of checkpoint ``key``."""
@@ -328,24 +334,28 @@ class PartReplicas:
         return f"{error.strerror or error}: {self._place.where(key)} ({'free some space; ' * full}training goes on)"
 
 
+@dataclass
+class _Kept:
+    """A copy of a part. ``asked``: when a peer last asked for the copy."""
+
+    copy: StateImage
+    asked: float
+
+
 class PartExchange:
-    """Gives parts to entitled peers, and takes parts, as copies of states (``transfer.donor``). Owns the queue of
-    requests."""
+    """Gives parts to entitled peers, and takes parts, over ``core.blocks``. Owns the copies that it
+    gives."""
 
     def __init__(
-        self,
-        ctx: Context,
-        roles: Roles,
-        replicas: PartReplicas,
-        checkpoints: Checkpoints,
-        snapshots: Snapshots,
-        receiver: Receiver,
-        membership: Membership,
+        self, ctx: Context, roles: Roles, replicas: PartReplicas, checkpoints: Checkpoints, membership: Membership
     ) -> None:
         self._ctx, self._roles, self._replicas, self._checkpoints = ctx, roles, replicas, checkpoints
-        self._snapshots, self._receiver, self._membership = snapshots, receiver, membership
-        self._asking = asyncio.Lock()
-        ctx.net.serve(AskPart.KIND, self._on_ask)
+        self._membership, self._downloader = membership, ctx.downloader()
+        self._download = Download(self._downloader)
+        self._reading = asyncio.Lock()
+        self._copies: dict[tuple[Key, int], _Kept] = {}
+        """By checkpoint and stage."""
+        ctx.blocks.offers(PARTS, self._given)
 
     async def base(self, key: Key, digest: bytes) -> dict[str, Tensor]:
         """Our stage's part of a checkpoint, from our place or from another peer. Raises CheckpointError, NetworkError,
@@ -360,25 +370,41 @@ class PartExchange:
         return await self.take(key, stage, PartFacts(20 * ctx.compute.n_params, digest), list(ctx.roster.others()))
 
     async def take(self, key: Key, stage: int, facts: PartFacts, holders: list[PeerId]) -> dict[str, Tensor]:
-        """Take a part from ``holders``. Raises NetworkError, or ProtocolError if the digest differs from ``facts``."""
-        ask = AskPart(step=key.step, lineage=key.lineage, stage=stage)
-        state = await self._receiver.take_part(ask, *key, holders, facts.size)
-        if (await self._ctx.tasks.aside(PartFacts.of, StateBuffers(state))).digest != facts.digest:
-            raise ProtocolError(f"stage {stage}'s part of checkpoint {key.step}: its content is not what was announced")
-        return state
+        """Take a part from ``holders``, first from most that give the same copy. Raises NetworkError, or ProtocolError if
+        the digest differs from ``facts``."""
+        error: NetworkError = PeerUnreachable(f"no peer gives this part of checkpoint {key.step}")
+        for packed, donors in await self._downloader.manifests(part_name(key, stage), holders):
+            try:
+                state = await self._download.take(blake3(packed).digest(), donors, facts.size + HEADERS)
+            except NetworkError as e:
+                error = e
+                continue
+            if (await self._ctx.tasks.aside(PartFacts.of, StateBuffers(state))).digest == facts.digest:
+                return state
+            error = ProtocolError(
+                f"stage {stage}'s part of checkpoint {key.step}: its content is not what was announced"
+            )
+        raise error
 
-    async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        """Offer a part. Raises MuletrainError for a part that is not here, or a sender that is not entitled."""
-        ask = AskPart.unpack(payload)
+    async def _given(self, taker: PeerId, digest: bytes) -> StateImage | None:
+        """See ``core.blocks.Reader``. The first request for a part reads the part."""
+        known = [of for of, kept in self._copies.items() if kept.copy.digest == digest]
+        of = next((p for p in (*known, *self._held()) if p in known or part_name(*p) == digest), None)
+        if of is None:
+            return None
         if self._ctx.tasks.closed:
             raise MuletrainError("this peer begins anew; ask again")
-        if not await self._may_have(sender, ask.stage):
-            raise MuletrainError(f"stage {ask.stage}'s part is for the coordinator and for peers that serve or keep it")
-        offer = self._snapshots.offered(ask.stage, *ask.key, part=True)
-        if offer is None:
-            async with self._asking:  # one part at a time is read, for all takers
-                offer = await self._offer(ask)
-        return self._snapshots.grant(offer, sender)
+        if not await self._may_have(taker, of[1]):
+            raise MuletrainError(f"stage {of[1]}'s part is for the coordinator and for peers that serve or keep it")
+        async with self._reading:  # one part at a time is read, for all takers
+            kept = self._copies.get(of) or await self._make(*of)
+        kept.asked = self._ctx.clock.now()
+        return kept.copy
+
+    def _held(self) -> list[tuple[Key, int]]:
+        """The checkpoint and stage of each part that this peer can read."""
+        own = [(o.key, self._ctx.roster.own.stage) for o in self._checkpoints if o.own is not None]
+        return own + [(key, stage) for key, parts in self._replicas.known().items() for stage in parts]
 
     async def _may_have(self, peer: PeerId, stage: int) -> bool:
         """Does ``peer`` coordinate, keep the stage's part, or serve the stage, by our own roster? Raises ProtocolError
@@ -387,24 +413,42 @@ class PartExchange:
             return True
         return peer in self._roles.keepers(stage, peer) or await self._membership.serves(peer, stage)
 
-    async def _offer(self, ask: AskPart) -> Snapshot:
-        """Ends within ``GONE_S / 2``."""
-        until = self._ctx.clock.now() + GONE_S / 2  # the asking peer waits for GONE_S
-        while (offer := self._snapshots.offered(ask.stage, *ask.key, part=True)) is None and self._snapshots.crowded():
-            if self._ctx.clock.now() > until:
+    async def _make(self, key: Key, stage: int) -> _Kept:
+        """Make a copy of a part, once a copy before is not being taken. Raises MuletrainError. Ends within
+        ``GONE_S / 2``."""
+        clock, copies = self._ctx.clock, self._copies
+        until = clock.now() + GONE_S / 2  # the asking peer waits for GONE_S
+        while len(copies) >= COPIES:
+            sent = self._ctx.blocks.sends(PARTS)
+            unused = [k for k, c in copies.items() if c.copy.digest not in sent and clock.now() - c.asked > LOOK_S]
+            if unused:
+                del copies[min(unused, key=lambda k: copies[k].asked)]
+            elif clock.now() > until:
                 raise MuletrainError("this peer has enough copies to send; ask again")
-            await self._ctx.clock.sleep(LOOK_S)
-        if offer is not None:
-            return offer
-        opened = self._checkpoints.get(ask.key)
-        if opened is not None and opened.own is not None and ask.stage == self._ctx.roster.own.stage:
+            else:
+                await clock.sleep(LOOK_S)
+        opened = self._checkpoints.get(key)
+        if opened is not None and opened.own is not None and stage == self._ctx.roster.own.stage:
             state = opened.own[0]
         else:
             try:
-                state = await self._replicas.read(ask.key, ask.stage)
+                state = await self._replicas.read(key, stage)
             except CheckpointError as e:
                 raise MuletrainError(str(e)) from None
-        return await self._snapshots.offer(ask.stage, *ask.key, state, part=True)
+        copy = StateImage(state)
+        await copy.name(self._ctx.compute.offload)
+        if not copies:
+            self._ctx.spawn(self._drop_unasked(), "copies of parts")
+        copies[key, stage] = _Kept(copy, clock.now())
+        return copies[key, stage]
+
+    async def _drop_unasked(self) -> None:
+        """Ends within ``GONE_S`` after the last request."""
+        while self._copies:
+            await self._ctx.clock.sleep(GONE_S / 2)
+            now = self._ctx.clock.now()
+            for of in [of for of, kept in self._copies.items() if now - kept.asked >= GONE_S]:
+                del self._copies[of]
 
 
 class Checkpointing:
@@ -413,14 +457,12 @@ class Checkpointing:
     stage's state, and leaves out a checkpoint that is due while the part of an earlier checkpoint is not safe yet. Only
     the run's last checkpoint waits instead."""
 
-    def __init__(
-        self, ctx: Context, snapshots: Snapshots, receiver: Receiver, membership: Membership, book: Book
-    ) -> None:
+    def __init__(self, ctx: Context, membership: Membership, book: Book) -> None:
         self._ctx = ctx
         self.roles = roles = Roles(ctx.roster, book)
         self.replicas = replicas = PartReplicas(ctx, roles, book)
         self.checkpoints = checkpoints = Checkpoints()
-        self.exchange = PartExchange(ctx, roles, replicas, checkpoints, snapshots, receiver, membership)
+        self.exchange = PartExchange(ctx, roles, replicas, checkpoints, membership)
         self._due: Key | None = None
         """The checkpoint of our last step; None: the run's last checkpoint, which cannot be left out."""
         self._fetching = asyncio.Lock()

@@ -63,6 +63,8 @@ MAX_RUNS, ALL_RUNS = 2 * LANES, 256
 progress."""
 TIMES = 4
 """Number of times that one taker may download a copy: links break, and arrived blocks may be lost."""
+HEADERS = 1 << 16
+"""Bytes of a copy beside the expected tensors."""
 BUSY = "this peer gives that to others now; ask again later"
 """The refusal of a donor that serves enough takers. The taker waits for its turn."""
 HASHED_AT_ONCE = 16 << 20
@@ -417,6 +419,19 @@ class Downloader:
                 return manifest
             self.refused(donor, "a manifest of another copy than the one asked for")
         raise PeerUnreachable("no donor gave the manifest of this copy")
+
+    async def manifests(self, name: bytes, donors: list[PeerId]) -> list[tuple[bytes, list[PeerId]]]:
+        """The manifests that ``donors`` give under ``name``, and the donors of each; that of most donors comes
+        first. Nothing is checked."""
+        net, ask = self.blocks.net, AskBlocks(digest=name).pack()
+        found: dict[bytes, list[PeerId]] = {}
+        calls = (net.call(donor, AskBlocks.KIND, ask, timeout_s=GONE_S) for donor in donors)
+        for donor, packed in zip(donors, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(packed, bytes):
+                found.setdefault(packed, []).append(donor)
+            elif not isinstance(packed, NetworkError):
+                raise packed
+        return sorted(found.items(), key=lambda item: -len(item[1]))
 
     async def fetch(self, partial: PartialDownload, donors: list[PeerId]) -> None:
         """Download until nothing of ``partial`` is missing. Raises PeerUnreachable when every donor failed; arrived

@@ -26,7 +26,7 @@ from muletrain.runtime.peer.incoming import EarlyFrames, Incoming
 from muletrain.runtime.peer.messages import ANNOUNCE_S, HOLDS_S, Back, StopRun
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.reporting import HotSpares, Reporting
-from muletrain.runtime.recovery.forks import Forks, GivesWay
+from muletrain.runtime.recovery.forks import Forks
 from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step.audit import computes_falsely
 from muletrain.runtime.step.exchange import Answers
@@ -99,7 +99,7 @@ class Peer:
         if sharing is not None:
             sharing.offer(ctx)
         # checkpoint
-        self._checkpointing = parts = Checkpointing(ctx, self._snapshots, receiver, membership, book)
+        self._checkpointing = parts = Checkpointing(ctx, membership, book)
         self._parts = writer = PartWriter(ctx, at, parts)
         self.departure = Departure(ctx, parts)
         # step and recovery
@@ -203,7 +203,7 @@ class Peer:
                 self._arrival.caught_up()
             except Behind as e:
                 self._microbatches.end(step)
-                returned, sure = True, isinstance(e, GivesWay)
+                returned, sure = True, e.rival
                 replayed = await self._recover(e)
                 if replayed is None:
                     continue
@@ -216,7 +216,7 @@ class Peer:
     async def _recover(self, why: Behind) -> StepRecord | None:
         """Apply the step that was agreed on without us, or take a state instead and return None. Raises
         MuletrainError."""
-        if isinstance(why, GivesWay):
+        if why.rival:
             await self._arrival.go_over(why.renamed)
             return None
         record = await self.runner.replay() if why.weights_hold else None

@@ -11,10 +11,10 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from muletrain.errors import CheckpointError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError, Refused
+from muletrain.errors import CheckpointError, MuletrainError, NetworkError, ProtocolError, Refused
 from muletrain.events import TransferFailed
 from muletrain.policy.recent import Debts
-from muletrain.runtime.core.blocks import Download, StateImage
+from muletrain.runtime.core.blocks import HEADERS, Download, StateImage
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.times import GONE_S, PAUSE_MAX_S, PAUSE_S, pause_s
 from muletrain.runtime.transfer.messages import AskSnapshot, Snapshot
@@ -25,17 +25,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.messages import Message
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.microbatch.position import Position
 
 STATES = "states"
-"""The name of the copies of states and checkpoints' parts (``core.blocks.Blocks.offers``)."""
-MAX_COPIES = 3
-"""Copies kept at once: the newest copy, a copy that a taker is still downloading, and a checkpoint's part."""
-HEADERS = 1 << 16
-"""Bytes of a state beside the tensors."""
+"""The name of the copies of states (``core.blocks.Blocks.offers``)."""
+MAX_COPIES = 2
+"""Copies kept at once: the newest copy, and a copy that a taker is still downloading."""
 COPYING, COPYING_S = 0.1, 20.0
 """Share of our time spent on making copies for one taker, and most such seconds at once."""
 SETTLE_TRIES = 100
@@ -52,8 +49,6 @@ class _Kept:
     offer: Snapshot
     copy: StateImage
     asked: float
-    part: bool
-    """A checkpoint's part, whose taker needs no later gradients."""
     takers: set[PeerId] = field(default_factory=set)
     """Peers that the copy was offered to, the only peers to get the copy."""
 
@@ -71,7 +66,7 @@ class PastGradients(Protocol):
 
 
 class Snapshots:
-    """Owns the copies of states and checkpoints' parts that this peer serves, and decides who gets each copy."""
+    """Owns the copies of our state that this peer serves, and decides who gets each copy."""
 
     def __init__(self, ctx: Context, position: Position, log: PastGradients, membership: Membership) -> None:
         self._ctx, self._position, self._log, self._membership = ctx, position, log, membership
@@ -94,9 +89,11 @@ class Snapshots:
             raise MuletrainError(f"the state of stage {own.stage} is for members that serve it")
         async with self._making:
             label = own.stage, self._position.step, self._position.applied
-            offer = self.offered(*label, part=False) or self._on_its_way(ask.after) or await self._make_for(sender)
+            offer = self._offered(*label) or self._on_its_way(ask.after) or await self._make_for(sender)
             self._log.follow(sender, offer.step)
-            return self.grant(offer, sender)
+            if (kept := self._kept.get(offer.digest)) is not None:
+                kept.takers.add(sender)
+            return offer.pack()
 
     async def _make_for(self, taker: PeerId) -> Snapshot:
         """Make a new copy. Raises MuletrainError when memory has no room for a copy, or ``taker`` asks too often."""
@@ -107,16 +104,17 @@ class Snapshots:
             raise MuletrainError("this peer was given many copies already; ask again")
         for kept in self._kept.values():  # the run has gone on, and ``taker`` will take the new copy
             kept.takers.discard(taker)
-        self._kept = {d: k for d, k in self._kept.items() if k.part or k.takers}
+        self._kept = {d: k for d, k in self._kept.items() if k.takers}
         offer = await self._make()
         self._copying.add(taker, self._ctx.clock.now() - begin, begin)
         return offer
 
     def _on_its_way(self, after: int) -> Snapshot | None:
         """If all slots for copies are busy, the newest copy from which the log leads to the present."""
-        if not self.crowded():
+        now = self._ctx.clock.now()
+        if len(self._kept) < MAX_COPIES or any(now - k.asked > PAUSE_MAX_S for k in self._kept.values()):
             return None
-        offers = [k.offer for k in self._kept.values() if not k.part and k.offer.step >= after]
+        offers = [k.offer for k in self._kept.values() if k.offer.step >= after]
         leading = [o for o in offers if self._position.chain.at(o.step) == o.lineage and self._log.reaches(o.step)]
         return max(leading, key=lambda o: o.step, default=None)
 
@@ -125,42 +123,13 @@ class Snapshots:
         """How many copies are kept."""
         return len(self._kept)
 
-    def crowded(self) -> bool:
-        """Are all slots for copies busy?"""
-        now = self._ctx.clock.now()
-        return len(self._kept) >= MAX_COPIES and all(now - k.asked <= PAUSE_MAX_S for k in self._kept.values())
-
-    def grant(self, offer: Snapshot, taker: PeerId) -> bytes:
-        """Let ``taker`` have that copy, while kept. Returns the answer to the taker."""
-        if (kept := self._kept.get(offer.digest)) is not None:
-            kept.takers.add(taker)
-        return offer.pack()
-
-    def offered(self, stage: int, step: int, lineage: bytes, *, part: bool) -> Snapshot | None:
-        """The offer of that state, or of that ``part`` of a checkpoint, if a copy is kept."""
+    def _offered(self, stage: int, step: int, lineage: bytes) -> Snapshot | None:
+        """The offer of that state, if a copy is kept."""
         for kept in self._kept.values():
-            if (kept.stage, kept.offer.step, kept.offer.lineage, kept.part) == (stage, step, lineage, part):
+            if (kept.stage, kept.offer.step, kept.offer.lineage) == (stage, step, lineage):
                 kept.asked = self._ctx.clock.now()
                 return kept.offer
         return None
-
-    async def offer(
-        self,
-        stage: int,
-        step: int,
-        lineage: bytes,
-        state: dict[str, Tensor],
-        *,
-        part: bool,
-        over: bool = False,
-        past: tuple[bytes, ...] = (),
-    ) -> Snapshot:
-        """Keep a copy for takers. ``state`` does not change any more. ``part``: the copy is a checkpoint's part."""
-        copy = StateImage(state)
-        await copy.name(self._ctx.compute.offload)
-        offer = Snapshot(step=step, lineage=lineage, digest=copy.digest, over=over, past=past)
-        self._keep(_Kept(stage, offer, copy, self._ctx.clock.now(), part))
-        return offer
 
     async def _make(self) -> Snapshot:
         position, ctx = self._position, self._ctx
@@ -171,8 +140,11 @@ class Snapshots:
             if position.settled:
                 state = await ctx.compute.state()
                 if position.settled and label == (position.step, position.applied):
-                    past = position.chain.lineages[:-1]
-                    return await self.offer(ctx.roster.own.stage, *label, state, part=False, over=over, past=past)
+                    past, copy = position.chain.lineages[:-1], StateImage(state)
+                    await copy.name(ctx.compute.offload)
+                    offer = Snapshot(step=label[0], lineage=label[1], digest=copy.digest, over=over, past=past)
+                    self._keep(_Kept(ctx.roster.own.stage, offer, copy, ctx.clock.now()))
+                    return offer
             await ctx.clock.sleep(PAUSE_S)  # an update is being applied
         raise MuletrainError("no settled state here now: this peer is catching up, too")
 
@@ -196,18 +168,17 @@ class Snapshots:
         if kept is None or taker not in kept.takers or self._ctx.tasks.closed:
             return None
         kept.asked = self._ctx.clock.now()
-        if not kept.part:
-            self._log.follow(taker, kept.offer.step)
+        self._log.follow(taker, kept.offer.step)
         return kept.copy
 
 
 class Receiver:
-    """Takes states and checkpoint parts from donors."""
+    """Takes states from donors."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self.taker = ctx.downloader()
-        self._state, self._part = Download(self.taker), Download(self.taker)
+        self._state = Download(self.taker)
         self._refusal = ""
 
     async def fetch(
@@ -231,7 +202,7 @@ class Receiver:
             if snapshot is not None:
                 try:
                     limit = 20 * ctx.compute.n_params + HEADERS  # weights of two steps, two moments, the loss scale
-                    state = await self._taken(self._state, snapshot, good, limit)
+                    state = await self._taken(snapshot, good, limit)
                     if confirm is not None:
                         await confirm(snapshot)
                     await ctx.compute.load_state(state)
@@ -245,17 +216,16 @@ class Receiver:
     async def _offers(
         self, donors: list[PeerId], acceptable: Callable[[Snapshot], bool], after: int = 0
     ) -> list[tuple[PeerId, Snapshot]]:
-        ask = AskSnapshot(stage=self._ctx.roster.own.stage, after=after)
+        ask = AskSnapshot(stage=self._ctx.roster.own.stage, after=after).pack()
         offers = await asyncio.gather(*(self._offered(d, ask) for d in donors))
         return [o for o in offers if o is not None and acceptable(o[1])]
 
-    async def _offered(self, donor: PeerId, ask: Message) -> tuple[PeerId, Snapshot] | None:
+    async def _offered(self, donor: PeerId, ask: bytes) -> tuple[PeerId, Snapshot] | None:
         try:
-            return donor, Snapshot.unpack(await self._ctx.net.call(donor, ask.KIND, ask.pack(), timeout_s=GONE_S))
-        except (NetworkError, ProtocolError) as e:
-            if isinstance(ask, AskSnapshot):  # any peer may lack a checkpoint's part
-                self._ctx.emit(TransferFailed(what="a state", reason=str(e), source=self._ctx.roster.name(donor)))
-                self._refusal = f"; one said: {e}" if isinstance(e, Refused) else self._refusal
+            return donor, Snapshot.unpack(await self._ctx.net.call(donor, AskSnapshot.KIND, ask, timeout_s=GONE_S))
+        except NetworkError as e:
+            self._ctx.emit(TransferFailed(what="a state", reason=str(e), source=self._ctx.roster.name(donor)))
+            self._refusal = f"; one said: {e}" if isinstance(e, Refused) else self._refusal
             return None
 
     async def has_donor(self, acceptable: Callable[[Snapshot], bool]) -> bool:
@@ -263,21 +233,10 @@ class Receiver:
         roster = self._ctx.roster
         return bool(await self._offers([p for p in roster.replicas() if roster.is_alive(p)], acceptable))
 
-    async def take_part(
-        self, ask: Message, step: int, lineage: bytes, holders: list[PeerId], size: int
-    ) -> dict[str, Tensor]:
-        """The checkpoint part that ``holders`` offer in answer to ``ask``, of about ``size`` bytes at most. Raises
-        NetworkError or ProtocolError."""
-        offers = await asyncio.gather(*(self._offered(h, ask) for h in holders))
-        snapshot, good = _best([o for o in offers if o is not None and (o[1].step, o[1].lineage) == (step, lineage)])
-        if snapshot is None:
-            raise PeerUnreachable(f"no peer gives this part of checkpoint {step}")
-        return await self._taken(self._part, snapshot, good, size + HEADERS)
-
-    async def _taken(self, download: Download, offer: Snapshot, donors: list[PeerId], limit: int) -> dict[str, Tensor]:
+    async def _taken(self, offer: Snapshot, donors: list[PeerId], limit: int) -> dict[str, Tensor]:
         """The copy that ``donors`` offer. Raises NetworkError or ProtocolError."""
         try:
-            return await download.take(offer.digest, donors, limit)
+            return await self._state.take(offer.digest, donors, limit)
         except ProtocolError as e:  # all donors offered an impossible copy
             for donor in donors:
                 self._ctx.refused(donor, str(e))
