@@ -122,8 +122,6 @@ class OpenCheckpoint:
     """Time of the last news."""
     parts: dict[int, PartFacts] = field(default_factory=dict)
     holders: dict[int, set[PeerId]] = field(default_factory=dict)
-    here: set[int] = field(default_factory=set)
-    """Stages with parts in our place."""
     own: tuple[dict[str, Tensor], PartFacts] | None = None
     """Our stage's part, if we are the writer."""
     left_out: str = ""
@@ -172,10 +170,8 @@ class Checkpoints:
         """The end of checkpoint ``key`` (``OpenCheckpoint.ended``), or None."""
         return self._ended.get(key)
 
-    def end(self, key: Key, reason: str) -> bool:
-        """Note the end of a checkpoint. True if new: then clear up and call ``cleared``."""
-        if key in self._ended:
-            return False
+    def end(self, key: Key, reason: str) -> None:
+        """Note the end of a checkpoint. Then clear up and call ``cleared``."""
         self._ended[key] = reason
         self._clearing.add(key)
         while len(self._ended) > REMEMBERED:
@@ -183,7 +179,6 @@ class Checkpoints:
         if (opened := self._open.pop(key, None)) is not None:
             opened.ended = reason
             opened.changed.set()
-        return True
 
     def cleared(self, key: Key) -> None:
         """The ended checkpoint was cleared up."""
@@ -217,10 +212,14 @@ class PartReplicas:
         """The reason why the place cannot be written now; empty: writing works."""
         return f"{self._place.where(Key(0, b''))}: the disk or store hangs" if self._place.disk.hangs else ""
 
-    def has(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
+    def here(self, opened: OpenCheckpoint) -> set[int]:
+        """The stages with announced parts in the place."""
+        parts = self._book.parts.get(opened.key, {})
+        return {stage for stage, facts in opened.parts.items() if parts.get(stage) == facts}
+
+    def has(self, key: Key, stage: int, facts: PartFacts) -> None:
         """Note that a part is in the place."""
-        opened.here.add(stage)
-        self._book.parts.setdefault(opened.key, {})[stage] = facts
+        self._book.parts.setdefault(key, {})[stage] = facts
 
     async def store(self, opened: OpenCheckpoint, stage: int, facts: PartFacts, buffers: StateBuffers) -> str:
         """Write a part to the place. Returns the reason if the checkpoint fails because of that, else an empty text."""
@@ -236,14 +235,13 @@ class PartReplicas:
             with suppress(OSError):  # the checkpoint ended while we wrote, and was tidied up before
                 await place.disk.call(place.abandon, key)
         elif failed is None:
-            self.has(opened, stage, facts)
+            self.has(key, stage, facts)
             opened.news = self._ctx.clock.now()
             opened.holders.setdefault(stage, set()).add(self._ctx.net.peer_id)
         elif shared:
             return self._why(failed, key)
         else:
             self._ctx.emit(PartNotKept(reason=str(failed)))
-            opened.here.discard(stage)
         return ""
 
     async def read(self, key: Key, stage: int) -> dict[str, Tensor]:
@@ -285,17 +283,19 @@ class PartReplicas:
         """The location of checkpoint ``key``."""
         return self._place.where(key)
 
-    async def publish(self, opened: OpenCheckpoint) -> set[int]:
-        """Complete a checkpoint with all parts here. Returns the stages whose parts are gone. Raises CheckpointError for a
-        failed write."""
+    async def publish(self, opened: OpenCheckpoint) -> bool:
+        """Complete a checkpoint with all parts here. Returns False if parts are gone, to be fetched again. Raises
+        CheckpointError for a failed write."""
         book, key = self._book, opened.key
         try:
             gone = await self._place.disk.call(self._place.publish, key, book.about, dict(opened.parts), book.files)
         except OSError as e:
             raise CheckpointError(self._why(e, key)) from e
+        for stage in gone:
+            book.parts.get(key, {}).pop(stage, None)
         if not gone:
             book.complete[key] = dict(opened.parts)
-        return gone
+        return not gone
 
     async def is_complete(self, key: Key) -> bool:
         """Has a peer that shares the place completed the checkpoint?"""
@@ -480,7 +480,7 @@ class Checkpointing:
     async def announce(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
         """Tell all peers that this peer has a part."""
         ctx, key = self._ctx, opened.key
-        place = self.replicas.name if stage in opened.here else ""
+        place = self.replicas.name if stage in self.replicas.here(opened) else ""
         ready = PartReady(
             step=key.step, lineage=key.lineage, stage=stage, size=facts.size, digest=facts.digest, place=place
         )
@@ -519,7 +519,7 @@ class Checkpointing:
         if self.roles.shares_target() and not self.roles.is_writer():
             return False
         opened = self.checkpoints.get(key)
-        return opened is None or self._ctx.roster.own.stage not in opened.here
+        return opened is None or self._ctx.roster.own.stage not in self.replicas.here(opened)
 
     def busy(self) -> str | None:
         """The reason why there is no room for another copy of the state; None: there is room."""
@@ -532,11 +532,11 @@ class Checkpointing:
         """The reason why this peer should not leave the stage yet, if a checkpoint would lose a part."""
         stage = self._ctx.roster.own.stage
         for opened in self.checkpoints:
-            step, holders = opened.key.step, opened.holders.get(stage, set())
-            there = (stage in opened.here and self.roles.shares_target()) or self._alive(holders)
+            step, holders, here = opened.key.step, opened.holders.get(stage, set()), self.replicas.here(opened)
+            there = (stage in here and self.roles.shares_target()) or self._alive(holders)
             if opened.key == self._writing or (opened.own is not None and not there):
                 return f"its part of checkpoint {step} is on its way"
-            if self.roles.coordinates() and opened.here:
+            if self.roles.coordinates() and here:
                 return f"it coordinates checkpoint {step}"
         return None
 
@@ -569,7 +569,7 @@ class Checkpointing:
         buffers = StateBuffers(state)
         facts = await ctx.tasks.aside(PartFacts.of, buffers)
         if self.roles.shares_target() and (why := await self.replicas.store(opened, stage, facts, buffers)):
-            await self.fail(key, why)
+            self.fail(key, why)
         if opened.ended is None:
             opened.own, opened.parts[stage] = (state, facts), facts
             opened.holders.setdefault(stage, set()).add(ctx.net.peer_id)
@@ -596,7 +596,6 @@ class Checkpointing:
             if not writes:
                 return  # the writer's announcement counts, else the first, until proven false (``_fetch``)
             opened.holders[stage] = set()
-            opened.here.discard(stage)
         if opened is None and self.checkpoints.full():
             raise ProtocolError(f"checkpoint {ready.step}: {MAX_OPEN} others are not complete yet")
         opened = self.open(key)
@@ -605,13 +604,13 @@ class Checkpointing:
         opened.parts[stage] = ready.facts
         opened.holders[stage].add(sender)
         if writes and ready.place == self.replicas.name:
-            self.replicas.has(opened, stage, ready.facts)
+            self.replicas.has(key, stage, ready.facts)
         opened.changed.set()
         if self.roles.coordinates() and writes:
             for earlier in self.checkpoints.before(key.step):  # one part at a time is written, so these will not come
                 if stage not in earlier.parts:
                     lost = f"no part of stages [{stage}] came before that of a later checkpoint"
-                    self._ctx.spawn(self.fail(earlier.key, lost), f"checkpoint {earlier.key.step} lacks a part")
+                    self.fail(earlier.key, lost)
 
     def _largest(self, stage: int) -> int:
         """Largest part of ``stage`` [bytes]: a peer that fetches a part reserves the announced size."""
@@ -647,7 +646,7 @@ class Checkpointing:
             opened.changed.clear()
             complete = opened.ended is not None  # the parts that we keep may still be under way
             if opened.left_out and key == self._due and self.roles.coordinates():
-                return await self.fail(key, opened.left_out)
+                return self.fail(key, opened.left_out)
             try:
                 await ctx.clock.deadline(self._do_ours(opened), self._left_s(opened), "its parts")
             except (NetworkError, ProtocolError, CheckpointError) as e:
@@ -673,7 +672,7 @@ class Checkpointing:
         elif ctx.clock.now() - opened.news > CEILING_S or self._left_s(opened) <= 0:
             reason = opened.lacking(ctx.plan.stages)
             if self.roles.coordinates():
-                await self.fail(key, reason)
+                self.fail(key, reason)
             else:
                 self.end(key, reason)
         else:
@@ -698,16 +697,16 @@ class Checkpointing:
         """Fetch the parts that we should have. As the coordinator, publish when all parts are here. Raises
         NetworkError, ProtocolError or CheckpointError."""
         coordinates, me = self.roles.coordinates(), self._ctx.net.peer_id
-        for stage in sorted(opened.parts.keys() - opened.here):
+        for stage in sorted(opened.parts.keys() - self.replicas.here(opened)):
             if (coordinates and opened.ended is None) or me in self.roles.keepers(stage, me):
                 await self._fetch(opened, stage)
-        if coordinates and len(opened.here) == self._ctx.plan.stages and opened.ended is None:
+        if coordinates and len(self.replicas.here(opened)) == self._ctx.plan.stages and opened.ended is None:
             await self._publish(opened)
 
     async def _fetch(self, opened: OpenCheckpoint, stage: int) -> None:
         key = opened.key
         async with self._fetching:  # memory holds one part at a time, of all checkpoints
-            if opened.ended or stage in opened.here:
+            if opened.ended or stage in self.replicas.here(opened):
                 return
             holders, facts = sorted(opened.holders[stage] - {self._ctx.net.peer_id}), opened.parts[stage]
             try:
@@ -720,70 +719,59 @@ class Checkpointing:
                     del opened.parts[stage], opened.holders[stage]
                 raise
             if not opened.ended and (why := await self.replicas.store(opened, stage, facts, StateBuffers(state))):
-                await self.fail(key, why)
-        if stage in opened.here:
+                self.fail(key, why)
+        if stage in self.replicas.here(opened):
             await self.announce(opened, stage, facts)
 
     async def _publish(self, opened: OpenCheckpoint) -> None:
         ctx, key = self._ctx, opened.key
         try:
-            gone = await self.replicas.publish(opened)
+            if not await self.replicas.publish(opened) or opened.ended is not None:
+                return
         except CheckpointError as e:
-            return await self.fail(key, str(e))
-        if gone:
-            opened.here -= gone  # fetched again
-            return
-        if opened.ended is not None:
-            return
+            return self.fail(key, str(e))
         size, seconds = sum(f.size for f in opened.parts.values()), ctx.clock.now() - opened.begin
         ctx.emit(CheckpointWritten(step=key.step, path=self.replicas.where(key), bytes=size, seconds=seconds))
-        for overtaken in sorted(self.checkpoints.before(key.step), key=lambda o: o.key):
-            await self.fail(
-                overtaken.key, f"{overtaken.lacking(ctx.plan.stages)} before a later checkpoint was complete"
-            )
-        await self._end_for_all(key, "")
+        self.end(key, "", for_all=True)
 
     # The end ----------------------------------------------------------------------------------------------------------
 
     def leave_out(self, key: Key, reason: str) -> None:
         """Tell the coordinator that our stage's part is not written."""
         if self.roles.coordinates():
-            work = self.fail(key, reason)
-        else:
-            assert self.roles.coordinator is not None  # else nothing is due
-            self.end(key, reason)
-            end = CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason, left_out=True)
-            work = self._ctx.tell((self.roles.coordinator,), end)
-        self._ctx.spawn(work, f"checkpoint {key.step} is left out")
+            return self.fail(key, reason)
+        assert self.roles.coordinator is not None  # else nothing is due
+        self.end(key, reason)
+        end = CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason, left_out=True)
+        self._ctx.spawn(self._ctx.tell((self.roles.coordinator,), end), f"checkpoint {key.step} is left out")
 
-    async def fail(self, key: Key, reason: str) -> None:
+    def fail(self, key: Key, reason: str) -> None:
         """End the checkpoint as failed, for all peers."""
-        await self._end_for_all(key, reason[:4096])
+        self.end(key, reason[:4096], for_all=True)
 
-    async def _end_for_all(self, key: Key, reason: str) -> None:
-        if self._mark(key, reason):
-            await self._clear(key, reason)  # after a slow disk, that end may be forgotten
-            await self._ctx.tell(self._ctx.roster.others(), _ending(key, reason))
+    def end(self, key: Key, reason: str, *, for_all: bool = False) -> None:
+        """End the checkpoint here or ``for_all`` peers, without waiting for the disk. A complete checkpoint ends the
+        earlier ones, too."""
+        if self.checkpoints.ended(key) is not None:
+            return
+        ends = {}
+        for overtaken in () if reason else self.checkpoints.before(key.step):
+            lacking = overtaken.lacking(self._ctx.plan.stages)
+            ends[overtaken.key] = f"{lacking} before a later checkpoint was complete"
+        ends[key] = reason
+        for ended, why in ends.items():
+            self.checkpoints.end(ended, why)
+        self._ctx.spawn(self._clear(ends, for_all=for_all), f"after checkpoint {key.step}")
 
-    def end(self, key: Key, reason: str) -> None:
-        """End the checkpoint here, without waiting for the disk."""
-        if self._mark(key, reason):
-            self._ctx.spawn(self._clear(key, reason), f"after checkpoint {key.step}")
-
-    def _mark(self, key: Key, reason: str) -> bool:
-        """Note the end. True if new: then the checkpoint must be cleared up."""
-        news = self.checkpoints.end(key, reason)
-        if news and not reason:
-            for overtaken in self.checkpoints.before(key.step):  # the notices of the ends were lost
-                self.end(overtaken.key, "a later checkpoint is complete")
-        return news
-
-    async def _clear(self, key: Key, reason: str) -> None:
+    async def _clear(self, ends: dict[Key, str], *, for_all: bool) -> None:
         coordinates = self.roles.coordinates()
-        await self.replicas.clear(key, reason)
-        if reason and coordinates:
-            self._ctx.emit(CheckpointFailed(step=key.step, reason=reason))
-        self.checkpoints.cleared(key)
+        for key, reason in ends.items():
+            await self.replicas.clear(key, reason)
+            if reason and coordinates:
+                self._ctx.emit(CheckpointFailed(step=key.step, reason=reason))
+            self.checkpoints.cleared(key)
+            if for_all:  # after a slow disk, that end may be forgotten
+                await self._ctx.tell(self._ctx.roster.others(), _ending(key, reason))
 
     async def ended(self, key: Key) -> bool:
         """Wait for the end of checkpoint ``key``. True if complete."""
