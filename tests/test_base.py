@@ -26,7 +26,7 @@ from muletrain.runtime.core.disk import SPARE_BYTES, Disk
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.transfer import base
 from muletrain.runtime.transfer.base import BYTES_PER_S, BaseExchange, BaseStore
-from muletrain.runtime.transfer.tokens import FileCopy
+from muletrain.runtime.transfer.tokens import FileCopy, make_room
 from muletrain.sim.loop import run_virtually
 
 from .runners import TICKET, host_of
@@ -383,9 +383,7 @@ def test_parts_that_are_being_written_make_no_room(tmp_path: Path) -> None:
         path.touch()
     with written.open("rb") as file:
         lock(file.fileno())
-        base._delete(written)
-        base._delete(old)
-        base._delete(old)
+        make_room([written, old, tmp_path / "gone.base"], lambda: False)
     assert written.exists()
     assert not old.exists()
 

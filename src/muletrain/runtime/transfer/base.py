@@ -22,7 +22,7 @@ from muletrain.policy.deadline import CEILING_S, Deadline
 from muletrain.runtime.core.blocks import BUSY, DTYPES, Downloader, Manifest, StateImage, block_size
 from muletrain.runtime.core.disk import Disk, check_room
 from muletrain.runtime.core.times import GONE_S, pause_s
-from muletrain.runtime.transfer.tokens import FileCopy, FilePartial
+from muletrain.runtime.transfer.tokens import FileCopy, FilePartial, age, make_room
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -186,33 +186,20 @@ class BaseStore:
         """Delete the oldest parts of other bases, but for those being written, if the disk has no room otherwise. Raises
         CapacityError."""
         used = {self.file(part) for part in range(len(self.digests))}
-        others = sorted((p for p in self.cache.glob("*.base") if p not in used), key=_age)
-        need = size - (own.stat().st_size if own.exists() else 0)
-        while True:
+
+        def check() -> None:
+            need = size - (own.stat().st_size if own.exists() else 0)
+            check_room(str(self.cache), need, "give the model's folder (join --model), or set XDG_CACHE_HOME")
+
+        def enough() -> bool:
             try:
-                return check_room(
-                    str(self.cache), need, "give the model's folder (join --model), or set XDG_CACHE_HOME"
-                )
+                check()
             except CapacityError:
-                if not others:
-                    raise
-                _delete(others.pop(0))
+                return False
+            return True
 
-
-def _age(path: Path) -> float:
-    """When ``path`` was written; another process may delete the file meanwhile."""
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
-def _delete(path: Path) -> None:
-    """Delete a part of the cache, unless a process writes it."""
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        if lock(file.fileno()) is not Lock.TAKEN:
-            path.unlink()
-            path.with_suffix(".manifest").unlink(missing_ok=True)
+        make_room((p for p in self.cache.glob("*.base") if p not in used), enough)
+        check()
 
 
 def _itemsize(name: str) -> int:
@@ -339,7 +326,7 @@ class BaseExchange:
         except PeerUnreachable:
             return None
         if (file := await store.disk.call(store.open, part, manifest)) is None:
-            if (written := await store.disk.call(_age, store.file(part))) != self._written:
+            if (written := await store.disk.call(age, store.file(part))) != self._written:
                 self._written, self._came = written, self.blocks.clock.now()
             return None
         found = BasePartial.of_file(digest, manifest, file, self.store.disk)

@@ -45,7 +45,6 @@ ROUNDS = 20
 class _Kept:
     """A copy that this peer serves."""
 
-    stage: int
     offer: Snapshot
     copy: StateImage
     asked: float
@@ -88,8 +87,7 @@ class Snapshots:
         if not await self._membership.serves(sender, own.stage):
             raise MuletrainError(f"the state of stage {own.stage} is for members that serve it")
         async with self._making:
-            label = own.stage, self._position.step, self._position.applied
-            offer = self._offered(*label) or self._on_its_way(ask.after) or await self._make_for(sender)
+            offer = self._offered() or self._on_its_way(ask.after) or await self._make_for(sender)
             self._log.follow(sender, offer.step)
             if (kept := self._kept.get(offer.digest)) is not None:
                 kept.takers.add(sender)
@@ -123,10 +121,10 @@ class Snapshots:
         """How many copies are kept."""
         return len(self._kept)
 
-    def _offered(self, stage: int, step: int, lineage: bytes) -> Snapshot | None:
-        """The offer of that state, if a copy is kept."""
+    def _offered(self) -> Snapshot | None:
+        """The offer of the present state, if a copy is kept."""
         for kept in self._kept.values():
-            if (kept.stage, kept.offer.step, kept.offer.lineage) == (stage, step, lineage):
+            if (kept.offer.step, kept.offer.lineage) == (self._position.step, self._position.applied):
                 kept.asked = self._ctx.clock.now()
                 return kept.offer
         return None
@@ -143,7 +141,7 @@ class Snapshots:
                     past, copy = position.chain.lineages[:-1], StateImage(state)
                     await copy.name(ctx.compute.offload)
                     offer = Snapshot(step=label[0], lineage=label[1], digest=copy.digest, over=over, past=past)
-                    self._keep(_Kept(ctx.roster.own.stage, offer, copy, ctx.clock.now()))
+                    self._keep(_Kept(offer, copy, ctx.clock.now()))
                     return offer
             await ctx.clock.sleep(PAUSE_S)  # an update is being applied
         raise MuletrainError("no settled state here now: this peer is catching up, too")

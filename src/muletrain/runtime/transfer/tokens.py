@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
@@ -32,7 +33,7 @@ from muletrain.runtime.transfer.messages import Shared
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     import numpy.typing as npt
@@ -145,17 +146,13 @@ class Store:
 
     def _make_room(self, own: Path, size: int) -> None:
         """Delete the oldest files that no process uses. Raises CapacityError."""
-        others = sorted((p for p in self.folder.glob("*.tokens") if p != own), key=lambda p: p.stat().st_mtime)
-        for path in others:
-            if size + sum(p.stat().st_size for p in others if p.exists()) <= self.limit:
-                break
-            file = os.open(path, os.O_RDWR)
-            try:
-                if lock(file) is Lock.HELD:
-                    path.unlink()
-            finally:
-                os.close(file)
-        if size + sum(p.stat().st_size for p in others if p.exists()) > self.limit:
+        others = [p for p in self.folder.glob("*.tokens") if p != own]
+
+        def enough() -> bool:
+            return size + sum(p.stat().st_size for p in others if p.exists()) <= self.limit
+
+        make_room(others, enough)
+        if not enough():
             raise CapacityError(f"{self.folder}: it is full of tokens of other running runs; raise --tokens")
 
 
@@ -293,6 +290,25 @@ class Sharing:
         if copy.digest == self.shared.digest:
             self.copy = copy
         return tokens
+
+
+def make_room(files: Iterable[Path], enough: Callable[[], bool]) -> None:
+    """Delete the oldest of ``files`` that no process uses, and their manifests, until there is ``enough`` room."""
+    for path in sorted(files, key=age):
+        if enough():
+            return
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            if lock(file.fileno()) is Lock.HELD:
+                path.unlink()
+                path.with_suffix(".manifest").unlink(missing_ok=True)
+
+
+def age(path: Path) -> float:
+    """When ``path`` was written; another process may delete the file meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def copy_of(path: Path, disk: Disk) -> FileCopy:
