@@ -10,13 +10,14 @@ from muletrain.errors import NetworkError
 from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.checkpoint.messages import PartReady
+from muletrain.runtime.core.blocks import AskBlocks
 from muletrain.runtime.members.messages import Acquaintances, Introduce, Member, Suspected
 from muletrain.runtime.members.row import Counts, RoundEntry, Row, Seal, ShardFacts, StageEntry, Sync
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.messages import Back
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
 from muletrain.runtime.step.record import StepRecord
-from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
+from muletrain.runtime.transfer.messages import AskSnapshot, Snapshot
 from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:
@@ -176,7 +177,6 @@ class Liar:
         lies: dict[str, Callable[[bytes, bytes], bytes]] = {
             Sync.KIND: self._row,
             AskSnapshot.KIND: self._snapshot,
-            AskManifest.KIND: self._block,
             AskBlocks.KIND: self._block,
             Introduce.KIND: self._others,
             History.KIND: self._history,

@@ -272,6 +272,7 @@ class World(VirtualHost):
         trains = self._owns_data(name) and name not in self.scenario.without_data
         roster = Roster(self._genesis, self._member(name, joins_as, stage_of(name), trains) if joining else name)
         network.on_refusal(lambda remote, reason: self._note(name, FrameRefused(remote=remote, reason=reason)))
+        book = Book(place)
 
         async def make(joins: bool, back: StepBack | None) -> Peer:
             swaps = name in self.scenario.swapped
@@ -289,7 +290,7 @@ class World(VirtualHost):
                 host=Watched(self._witness, name, inner, (self.clock, clock), ends_s),
                 source=source,
                 heldout=reference.heldout(self._facts) if trains else None,
-                book=Book(place),
+                book=book,
                 joining=joins,
                 back=back,
                 sharing=sharing,

@@ -27,8 +27,6 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.roster import Genesis, Member, Roster
 from muletrain.runtime.members.row import Row, Sync
-from muletrain.runtime.transfer.donor import Receiver, Snapshots
-from muletrain.runtime.transfer.messages import Block
 from muletrain.wire.frame import Frame
 
 FACTS = RunFacts.of(load_config(None, ["model.width=64", "model.heads=2", "train.steps=1000", "fleet.peers=3"]))
@@ -83,12 +81,9 @@ class Stages:
 
     def _peer(self, name: str) -> Checkpointing:
         compute: Any = Offloads()
-        nothing: Any = None  # nobody trains
         net = self.hub.join(name)
         ctx = Context(net, self.clock, compute, Roster(self.genesis, name), self.plan, self.events.append)
-        membership, receiver = Membership(ctx), Receiver(ctx)
-        snapshots = Snapshots(ctx, nothing, nothing, membership)
-        own = Checkpointing(ctx, snapshots, receiver, membership, self.books[name])
+        own = Checkpointing(ctx, Membership(ctx), self.books[name])
         self.contexts[name] = ctx
 
         async def on_frame(sender: str, frame: Frame) -> None:
@@ -97,8 +92,6 @@ class Stages:
                     own.on_ready(sender, PartReady.parse(frame))
                 case CheckpointEnd.KIND:
                     await own.on_end(sender, CheckpointEnd.parse(frame))
-                case Block.KIND:
-                    receiver.taker.on_block(sender, Block.parse(frame), frame.tensors[0])
 
         async def alive(sender: str, payload: bytes) -> bytes:
             return Row(current=True, step=0, stage=self.stages[name]).pack()

@@ -14,6 +14,7 @@ from muletrain.config.schema import Codec
 from muletrain.events import Event, FrameRefused
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.policy.fork_choice import Chain
+from muletrain.runtime.core import blocks as transfer
 from muletrain.runtime.core.lifecycle import Lifecycle
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
@@ -21,10 +22,8 @@ from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step.gradient_log import GradientLog
-from muletrain.runtime.transfer import blocks as transfer
 from muletrain.runtime.transfer import donor as snapshot
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
-from muletrain.runtime.transfer.messages import Block
 from muletrain.strategies.swarm import SWARM
 
 if TYPE_CHECKING:
@@ -91,13 +90,10 @@ class Stage:
             Snapshots(self.contexts[n], position, self.logs[n], Membership(self.contexts[n]))
             self.networks[n].receive(self._nothing)
         self.receiver = Receiver(self.contexts["t"])
-        self.networks["t"].receive(self._block)
+        self.networks["t"].receive(self._nothing)
 
     async def _nothing(self, sender: str, frame: Any) -> None:
         raise AssertionError
-
-    async def _block(self, sender: str, frame: Any) -> None:
-        self.receiver.taker.on_block(sender, Block.parse(frame), frame.tensors[0])
 
     def check(self) -> None:
         """What was loaded is the donors' state."""

@@ -12,7 +12,6 @@ from muletrain.runtime.members.leaving import Departure
 from muletrain.runtime.microbatch.position import Position
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.runner import StepRunner
-from muletrain.runtime.transfer.blocks import Downloader
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
@@ -48,4 +47,4 @@ class _Nobody:
 def runner_of(ctx: Context) -> StepRunner:
     """At step 0."""
     nobody, position = _Nobody(), Position(ctx, 0, ctx.roster.genesis.lineage)
-    return StepRunner(ctx, position, GradientLog(ctx, 0), Departure(ctx, nobody), nobody, nobody, Downloader(ctx))
+    return StepRunner(ctx, position, GradientLog(ctx, 0), Departure(ctx, nobody), nobody, nobody, ctx.downloader())

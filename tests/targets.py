@@ -31,6 +31,8 @@ from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.checkpoint.checkpointing import Book
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.checkpoint.store import Folder
+from muletrain.runtime.core.blocks import Block
+from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.roster import Genesis, Member, Roster
@@ -40,13 +42,14 @@ from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.peer.messages import Away, Back, Report
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
-from muletrain.runtime.transfer.messages import Block
 from muletrain.wire.codec import decode, encode, encode_ids, encode_raw
 from muletrain.wire.frame import Frame
 
 from .mutations import mutated
 
 MICROBATCHES = 64
+KINDS: dict[str, type[Message]] = {**STEP_KINDS, **OTHER_KINDS, Block.KIND: Block}
+"""All frames that a peer takes."""
 FACTS = RunFacts.of(
     load_config(
         None,
@@ -262,7 +265,7 @@ class Target:
 
     async def send(self, sender: PeerId, frame: Frame) -> None:
         """Returns when it was handled: what is sent before a refused frame is handled is lost with its stream."""
-        channel = {**STEP_KINDS, **OTHER_KINDS}[frame.kind].CHANNEL
+        channel = KINDS[frame.kind].CHANNEL
         await self.others[sender].send(self.name, frame, channel=channel, timeout_s=20.0)
         await until(lambda: not self.net.inbox, 30)
 

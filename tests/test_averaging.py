@@ -24,13 +24,12 @@ from muletrain.runtime.averaging.averager import Averager, contents
 from muletrain.runtime.averaging.mean_gradient import MeanGradient, fetch_gradient
 from muletrain.runtime.averaging.messages import AskGradient, Reduced, Shard
 from muletrain.runtime.averaging.rounds import Attendance, Round, RoundFailed, usual_round
+from muletrain.runtime.core.blocks import AskBlocks
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.members.row import RoundEntry, Row, ShardFacts, Sync
-from muletrain.runtime.transfer.blocks import Downloader
-from muletrain.runtime.transfer.messages import AskBlocks, Block
 from muletrain.sim.loop import run_virtually
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.frame import Frame
@@ -94,21 +93,11 @@ def gives(ctx: Context, gradient: MeanGradient, after_s: float = 0.0) -> None:
         await asyncio.sleep(after_s)
         image = await gradient.image(ctx)
         for block in AskBlocks.unpack(payload).blocks:
-            ctx.spawn(image.send(ctx, sender, block), "blocks")
+            ctx.spawn(image.send(ctx.blocks, sender, block), "blocks")
         return b""
 
     ctx.net.serve(AskGradient.KIND, manifest)
     ctx.net.serve(AskBlocks.KIND, blocks)
-
-
-def downloader(ctx: Context) -> Downloader:
-    found = Downloader(ctx)
-
-    async def on_block(sender: str, frame: Any) -> None:
-        found.on_block(sender, Block.parse(frame), frame.tensors[0])
-
-    ctx.net.receive(on_block, kinds=(Block.KIND,))
-    return found
 
 
 def gradients() -> dict[str, torch.Tensor]:
@@ -137,7 +126,7 @@ def test_every_member_states_the_same_and_serves_what_it_states(codec: Codec) ->
         )
         (giver, _), (taker, _) = group["a"], group["b"]
         gives(giver, MeanGradient(entry, gradient))
-        blocks = downloader(taker)
+        blocks = taker.downloader()
         taken = await fetch_gradient(taker, blocks, entry, ["a"])
         assert taken is not None
         assert torch.equal(taken.values, gradient)
@@ -198,7 +187,7 @@ def test_a_holder_that_is_frozen_is_given_up_soon_and_a_slow_one_is_not(frozen: 
 
         gives(giver, MeanGradient(entry, gradient), after_s=25.0)
         giver.net.serve(Sync.KIND, held)
-        blocks = downloader(ctx)
+        blocks = ctx.downloader()
         await ctx.detector.measure("a", bytes(32), 0)
         if frozen:
             hub.barriers.freeze("a")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,20 +14,20 @@ from muletrain.clock import LoopClock
 from muletrain.compute.threads import InlineExecutor
 from muletrain.config.cache import MOST, cache_folder, keep
 from muletrain.config.model_sections import DataConfig
-from muletrain.errors import CapacityError, CheckpointError, Malformed, PeerUnreachable, ProtocolError, Refused
+from muletrain.errors import CapacityError, CheckpointError, PeerUnreachable, Refused
 from muletrain.locks import lock
 from muletrain.network.memory import MemoryHub
 from muletrain.runs import base as runs_base
 from muletrain.runs.base import KIND
 from muletrain.runs.spec import WorkerSpec
+from muletrain.runtime.core import blocks
+from muletrain.runtime.core.blocks import BLOCK, AskBlocks, Block, Blocks, Manifest, StateImage
 from muletrain.runtime.core.disk import SPARE_BYTES, Disk
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.transfer import base
-from muletrain.runtime.transfer.base import BYTES_PER_S, BaseGiver, BaseStore, BaseTaker
-from muletrain.runtime.transfer.blocks import BLOCK, Manifest, StateImage
-from muletrain.runtime.transfer.messages import AskBase, BaseBlock
+from muletrain.runtime.transfer.base import BYTES_PER_S, BaseExchange, BaseStore
+from muletrain.runtime.transfer.tokens import FileCopy, make_room
 from muletrain.sim.loop import run_virtually
-from muletrain.wire.codec import RAW, Encoded
 
 from .runners import TICKET, host_of
 
@@ -77,7 +76,7 @@ DIGESTS = digests(RIGHT)
 
 def store(cache: Path, of: dict[str, Tensor] | None = None) -> BaseStore:
     readers = [] if of is None else [("a folder", lambda: of.__getitem__)]
-    return BaseStore(Chain(), DIGESTS, readers, cache)  # type: ignore[arg-type]
+    return BaseStore(Chain(), DIGESTS, readers, cache, Disk(InlineExecutor()))  # type: ignore[arg-type]
 
 
 class World:
@@ -89,15 +88,15 @@ class World:
     def net(self, name: str) -> MemoryNetwork:
         return self.hub.join(name)
 
-    def giver(self, name: str, of: dict[str, Tensor] | None = None, **fields: Any) -> BaseGiver:
+    def giver(self, name: str, of: dict[str, Tensor] | None = None, **fields: Any) -> BaseExchange:
         made = store(self.folder / name, RIGHT if of is None else of)
         for field, value in fields.items():
             setattr(made, field, value)
-        return BaseGiver(self.net(name), self.tasks, made)
+        return BaseExchange(Blocks(self.net(name), LoopClock(), self.tasks), self.tasks, made)
 
-    def taker(self, name: str = "taker", cache: str = "taker") -> BaseTaker:
-        disk, held = Disk(InlineExecutor()), store(self.folder / cache)
-        return BaseTaker(self.net(name), LoopClock(), self.tasks, held, self.said.append, disk)
+    def taker(self, name: str = "taker", cache: str = "taker") -> BaseExchange:
+        own = Blocks(self.net(name), LoopClock(), self.tasks)
+        return BaseExchange(own, self.tasks, store(self.folder / cache), self.said.append)
 
 
 def in_world(folder: Path, scenario: Callable[[World], Coroutine[Any, Any, None]]) -> None:
@@ -114,7 +113,7 @@ def in_world(folder: Path, scenario: Callable[[World], Coroutine[Any, Any, None]
     assert not problems
 
 
-async def all_of(taker: BaseTaker, givers: Sequence[str]) -> dict[str, Tensor]:
+async def all_of(taker: BaseExchange, givers: Sequence[str]) -> dict[str, Tensor]:
     return await taker.weights(range(3), lambda: givers)
 
 
@@ -125,13 +124,13 @@ def check(found: dict[str, Tensor]) -> None:
 
 def test_a_part_comes_from_several_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
-    send = BaseGiver._give
+    send = Blocks._give
 
-    async def counting(self: BaseGiver, *args: Any) -> None:
-        sent.append(self._net.peer_id)
+    async def counting(self: Blocks, *args: Any) -> None:
+        sent.append(self.net.peer_id)
         await send(self, *args)
 
-    monkeypatch.setattr(BaseGiver, "_give", counting)
+    monkeypatch.setattr(Blocks, "_give", counting)
 
     async def scenario(world: World) -> None:
         for name in ("one", "two"):
@@ -142,7 +141,6 @@ def test_a_part_comes_from_several_and_stays(tmp_path: Path, monkeypatch: pytest
         again = world.taker("another process", "taker")
         check(await all_of(again, []))
 
-    monkeypatch.setattr(base, "MAX_RUN", 1)
     in_world(tmp_path, scenario)
 
 
@@ -152,13 +150,13 @@ def test_what_came_is_kept_when_all_givers_go_and_is_checked_later(tmp_path: Pat
         taker, came = world.taker(), []
 
         async def on_frame(sender: str, frame: Any) -> None:
-            came.append(BaseBlock.parse(frame).block)
+            came.append(Block.parse(frame).block)
             await right(sender, frame)
             if len(came) == 2:
                 world.hub.kill("one")
 
-        right, taker._on_frame = taker._on_frame, on_frame  # type: ignore[method-assign]
-        taker.net.receive(on_frame, (BaseBlock.KIND,), taker)
+        right = taker.blocks._on_frame
+        taker.blocks.net.receive(on_frame, (Block.KIND,), taker.blocks)
         with pytest.raises(PeerUnreachable, match=r"no peer gives the weights .* \(join --model FOLDER\)"):
             await all_of(taker, ["one"])
         world.giver("two")
@@ -179,8 +177,8 @@ def test_what_came_is_kept_when_all_givers_go_and_is_checked_later(tmp_path: Pat
 
 
 def test_wrong_blocks_and_manifests_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lying(copy: StateImage, begin: int, end: int) -> bytes:
-        return bytes(end - begin)
+    async def lying(copy: StateImage, begin: int, end: int) -> list[memoryview]:
+        return [memoryview(bytes(end - begin))]
 
     async def scenario(world: World) -> None:
         liar, other = world.giver("liar"), world.giver("another model", weights(1))
@@ -188,14 +186,14 @@ def test_wrong_blocks_and_manifests_are_not_taken(tmp_path: Path, monkeypatch: p
 
         async def answer(sender: str, payload: bytes) -> bytes:
             asked.append(payload)
-            return await BaseGiver._on_ask(liar, sender, payload)
+            return await liar.blocks._on_ask(sender, payload)
 
-        liar._net.serve(AskBase.KIND, answer, free=True)
-        monkeypatch.setattr(base, "_read", lying)
+        liar.blocks.net.serve(AskBlocks.KIND, answer)
+        monkeypatch.setattr(FileCopy, "content", lying)
         with pytest.raises(PeerUnreachable):
             await all_of(world.taker(), ["another model", "liar"])
-        assert len([p for p in asked if AskBase.unpack(p).blocks]) <= 2, "who sends a wrong block is not asked again"
-        assert other._store.image(DIGESTS[1]) is None
+        assert len([p for p in asked if AskBlocks.unpack(p).blocks]) <= 2, "who sends a wrong block is not asked again"
+        assert other.store.image(DIGESTS[1]) is None
         monkeypatch.undo()
         world.giver("right")
         check(await all_of(world.taker("second", "taker"), ["another model", "right"]))
@@ -209,40 +207,21 @@ def test_a_giver_bounds_what_it_sends(tmp_path: Path) -> None:
         net = world.net("greedy")
 
         async def ask(*blocks: int, digest: bytes = DIGESTS[1]) -> bytes:
-            return await net.call("one", AskBase.KIND, AskBase(digest=digest, blocks=blocks).pack(), timeout_s=10.0)
+            return await net.call("one", AskBlocks.KIND, AskBlocks(digest=digest, blocks=blocks).pack(), timeout_s=10.0)
 
-        with pytest.raises(Refused, match="does not have that part"):
+        with pytest.raises(Refused, match="not kept for you"):
             await ask(digest=bytes(32))
-        with pytest.raises(Refused, match="blocks that the part does not have"):
+        with pytest.raises(Refused, match="blocks that the copy does not have"):
             await ask(99)
-        for _ in range(base.TIMES * 8 // 4):
+        for _ in range(blocks.TIMES * 8 // 4):
             await ask(0, 1, 2, 3)
             await asyncio.sleep(1.0)
-        with pytest.raises(Refused, match="has sent that part 4 times"):
+        with pytest.raises(Refused, match="has sent that copy to this peer 4 times"):
             await ask(0, 1, 2, 3)
-        giver._queues = {f"taker-{k}": deque() for k in range(base.TAKERS)}
+        giver.blocks._turns = {("base", f"taker-{k}"): LoopClock().now() for k in range(base.TAKERS)}
         with pytest.raises(Refused, match="to others now"):
             await ask(0)
         assert await ask(), "manifests are for all"
-
-    in_world(tmp_path, scenario)
-
-
-def test_frames_that_nobody_asked_for_are_refused(tmp_path: Path) -> None:
-    async def scenario(world: World) -> None:
-        taker = world.taker()
-
-        def frame(size: int, codec: Any = RAW) -> Any:
-            content = Encoded(codec, (size,), [memoryview(bytes(size))])
-            return BaseBlock(digest=DIGESTS[1], block=0).frame([content])
-
-        with pytest.raises(ProtocolError, match="none was asked for"):
-            await taker.expect("stranger", frame(10))
-        taker._waiting["giver", DIGESTS[1], 0] = 100, asyncio.get_running_loop().create_future()
-        taker._largest = 100
-        with pytest.raises(Malformed):
-            await taker.expect("giver", frame(99))
-        await taker.expect("giver", frame(100))
 
     in_world(tmp_path, scenario)
 
@@ -283,14 +262,14 @@ def test_a_folder_with_other_weights_is_not_used_and_a_full_disk_is_said(
 
 def test_many_takers_at_once_wait_for_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most, heard = [0], set[str]()
-    give = BaseGiver._give
+    give = Blocks._give
 
-    async def slow(self: BaseGiver, *args: Any) -> None:
-        most[0] = max(most[0], len(self._queues))
+    async def slow(self: Blocks, *args: Any) -> None:
+        most[0] = max(most[0], len({taker for _, taker, _ in self._runs}))
         await asyncio.sleep(base.CEILING_S / 4)
         await give(self, *args)
 
-    monkeypatch.setattr(BaseGiver, "_give", slow)
+    monkeypatch.setattr(Blocks, "_give", slow)
     monkeypatch.setattr(base, "GONE_S", base.CEILING_S)
     monkeypatch.setattr(base, "TAKERS", 1)
 
@@ -404,9 +383,7 @@ def test_parts_that_are_being_written_make_no_room(tmp_path: Path) -> None:
         path.touch()
     with written.open("rb") as file:
         lock(file.fileno())
-        base._delete(written)
-        base._delete(old)
-        base._delete(old)
+        make_room([written, old, tmp_path / "gone.base"], lambda: False)
     assert written.exists()
     assert not old.exists()
 

@@ -11,7 +11,7 @@ from muletrain.clock import LoopClock
 from muletrain.errors import DeadlineExceeded
 from muletrain.network.memory import MemoryNetwork
 from muletrain.runtime.averaging.messages import AskGradient, Reduced, Shard
-from muletrain.runtime.transfer.donor import AskBlocks
+from muletrain.runtime.core.blocks import AskBlocks
 from proofs.play import play
 from proofs.scenario import Scenario
 from proofs.verdict import Outcome, readable

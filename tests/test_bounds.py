@@ -23,8 +23,9 @@ from muletrain.policy.cover import Cover, resolve
 from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.rebalancing import Rebalancer
 from muletrain.runtime.microbatch.messages import TrainerDone
-from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
 from muletrain.wire.frame import MAX_HEADER
+
+from .targets import KINDS as FRAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -145,7 +146,7 @@ def test_the_table_names_every_kind_and_its_bound() -> None:
 
 def size(cls: type[Message]) -> str:
     """Most bytes of a header in a run of 64 microbatches, or of a call, which carries at most 1 MB."""
-    most = min(cls.most(64), MAX_HEADER if cls.KIND in STEP_KINDS | OTHER_KINDS else 1 << 20)
+    most = min(cls.most(64), MAX_HEADER if cls.KIND in FRAMES else 1 << 20)
     for unit, step in (("B", 1000), ("kB", 1000), ("MB", 1000)):
         if most < step or unit == "MB":
             return f"{most:.0f} {unit}" if unit == "B" or most >= 10 else f"{most:.1f} {unit}"

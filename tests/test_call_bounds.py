@@ -20,15 +20,16 @@ from muletrain.network.delivery import Delivery
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.network.relay import DIALS, PIPES_EACH, Relay
 from muletrain.runtime.checkpoint.store import Key
+from muletrain.runtime.core import blocks
+from muletrain.runtime.core.blocks import AskBlocks
 from muletrain.runtime.core.lifecycle import Lifecycle
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.row import Row, Sync
 from muletrain.runtime.microbatch.messages import Gap
 from muletrain.runtime.recovery.forks import AskStay, History
 from muletrain.runtime.recovery.messages import AskStanding, StepBack
-from muletrain.runtime.transfer import blocks
 from muletrain.runtime.transfer import donor as snapshot
-from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskSnapshot
+from muletrain.runtime.transfer.messages import AskSnapshot
 
 from .targets import GENESIS, MEMBERS, Target, ended, ready, run, until
 
@@ -165,18 +166,18 @@ def test_one_taker_has_a_bounded_number_of_blocks_at_once_and_each_a_few_times(m
         digest = await donor.offer("t")
         donor.position.step -= 1
         assert await donor.offer("other") == digest
-        more: bytes = msgpack.packb({"digest": digest, "blocks": [0] * (MAX_RUN + 1)})
+        more: bytes = msgpack.packb({"digest": digest, "blocks": [0] * (blocks.RUN + 1)})
         with pytest.raises(Refused):
             await donor.call("t", AskBlocks.KIND, more)
-        for k in range(0, snapshot.MAX_RUNS * MAX_RUN, MAX_RUN):
-            await donor.ask("t", digest, range(k, k + MAX_RUN))
-        await donor.ask("t", digest, range(MAX_RUN))  # they are on their way
+        for k in range(0, blocks.MAX_RUNS * blocks.RUN, blocks.RUN):
+            await donor.ask("t", digest, range(k, k + blocks.RUN))
+        await donor.ask("t", digest, range(blocks.RUN))  # they are on their way
         with pytest.raises(MuletrainError, match="enough to send"):
-            await donor.ask("t", digest, range(snapshot.MAX_RUNS * MAX_RUN, 40))
+            await donor.ask("t", digest, range(blocks.MAX_RUNS * blocks.RUN, 40))
         await donor.ask("other", digest, [0])
         donor.stuck.set()
         with pytest.raises(MuletrainError, match="4 times"):
-            await repeat(100, lambda: donor.ask("t", digest, range(MAX_RUN)))
+            await repeat(100, lambda: donor.ask("t", digest, range(blocks.RUN)))
         await donor.ctx.tasks.close()
 
     run(scenario)

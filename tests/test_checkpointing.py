@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from muletrain.errors import PeerUnreachable, ProtocolError
+from muletrain.errors import PeerUnreachable, ProtocolError, Refused
 from muletrain.events import (
     CheckpointWritten,
     TransferFailed,
@@ -21,9 +21,11 @@ from muletrain.events import (
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runtime.checkpoint import checkpointing
 from muletrain.runtime.checkpoint.checkpointing import REMEMBERED, PartExchange
-from muletrain.runtime.checkpoint.messages import CheckpointEnd
+from muletrain.runtime.checkpoint.messages import CheckpointEnd, part_name
 from muletrain.runtime.checkpoint.store import Key, PartFacts
+from muletrain.runtime.core.blocks import AskBlocks
 from muletrain.runtime.core.lifecycle import Lifecycle, State
+from muletrain.runtime.members.context import Context
 from muletrain.runtime.peer.ending import Ending
 from muletrain.runtime.peer.messages import Finished
 from muletrain.wire.statefile import StateBuffers
@@ -202,6 +204,61 @@ def test_who_announces_a_false_part_first_does_not_keep_the_checkpoint_from_bein
         liar.end = liar.announce = _nothing  # type: ignore[method-assign]  # it has said it
         assert await stages.checkpoint(4)
         Checkpoint.intact(tmp_path / "run" / "step-00000004")
+        await stages.close()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("liar", ["one", "other"])
+def test_a_holder_that_gives_another_part_than_was_announced_does_not_keep_the_right_one_away(
+    liar: str, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        stages = Stages(tmp_path / "run")
+        key, right = Key(4, LINEAGE), state(1)
+        facts = PartFacts.of(StateBuffers(right))
+        for name in ("one", "other"):
+            opened = stages.checkpoints[name].open(key)
+            opened.own = {**right, "model/1": -right["model/1"]} if name == liar else right, facts
+        taken = await stages.checkpoints["coordinator"].exchange.take(key, 1, facts, ["one", "other"])
+        assert torch.equal(taken["model/1"], right["model/1"])
+        await stages.close()
+
+    play(scenario)
+
+
+def test_of_parts_few_copies_are_kept_while_they_are_taken_and_none_when_nobody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A taker that does not read would else have every part of every checkpoint in memory."""
+    monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
+    monkeypatch.setattr(checkpointing, "GONE_S", 1.0)
+    stuck = asyncio.Event()
+
+    async def send(*args: Any, **more: Any) -> None:
+        await stuck.wait()
+
+    async def scenario() -> None:
+        monkeypatch.setattr(Context, "send", send)
+        stages = Stages(tmp_path / "run")
+        own, net = stages.checkpoints["one"], stages.contexts["other"].net
+        for step in (4, 5, 6):
+            part = state(1)
+            own.open(Key(step, LINEAGE)).own = part, PartFacts.of(StateBuffers(part))
+
+        async def ask(step: int, *blocks: int) -> bytes:
+            asked = AskBlocks(digest=part_name(Key(step, LINEAGE), 1), blocks=blocks)
+            return await net.call("one", asked.KIND, asked.pack(), timeout_s=9.0)
+
+        for step in (4, 5):
+            await ask(step, 0)
+        with pytest.raises(Refused, match="enough copies to send"):
+            await ask(6)
+        stuck.set()
+        assert await ask(6)
+        assert {key.step for key, _ in own.exchange._copies} == {5, 6}, "the oldest went"
+        await asyncio.sleep(2.0)
+        assert not own.exchange._copies
         await stages.close()
 
     play(scenario)

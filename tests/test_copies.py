@@ -11,11 +11,12 @@ import pytest
 
 from muletrain.errors import Refused
 from muletrain.policy.fork_choice import Chain
+from muletrain.runtime.core import blocks
+from muletrain.runtime.core.blocks import AskBlocks, StateImage
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.transfer import donor as snapshot
-from muletrain.runtime.transfer.blocks import StateImage
-from muletrain.runtime.transfer.messages import AskBlocks, AskSnapshot, Snapshot
+from muletrain.runtime.transfer.messages import AskSnapshot, Snapshot
 from tests.donors import Stage, State, run, small_blocks
 
 _small = pytest.fixture(autouse=True)(small_blocks)
@@ -65,16 +66,16 @@ def test_each_of_many_takers_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> N
             network = stage.hub.join(taker)
             stage.contexts["a"].roster.admit(Member(id=taker, name=taker, stage=0, trainer=False, addresses=()))
             offer = Snapshot.unpack(await network.call("a", AskSnapshot.KIND, AskSnapshot(stage=0).pack(), timeout_s=5))
-            for k in range(snapshot.MAX_RUNS):
+            for k in range(blocks.MAX_RUNS):
                 for _ in range(2):  # what is being sent is not sent twice
                     ask = AskBlocks(digest=offer.digest, blocks=(k,)).pack()
                     await network.call("a", AskBlocks.KIND, ask, timeout_s=5)
-            ask = AskBlocks(digest=offer.digest, blocks=(0, snapshot.MAX_RUNS)).pack()
+            ask = AskBlocks(digest=offer.digest, blocks=(0, blocks.MAX_RUNS)).pack()
             with pytest.raises(Refused, match="enough to send"):
                 await network.call("a", AskBlocks.KIND, ask, timeout_s=5)
         held_up.set()
         await asyncio.sleep(0.05)
-        assert Counter(sent) == dict.fromkeys(takers, snapshot.MAX_RUNS)
+        assert Counter(sent) == dict.fromkeys(takers, blocks.MAX_RUNS)
         await network.call("a", AskBlocks.KIND, ask, timeout_s=5)
 
     run(scenario)

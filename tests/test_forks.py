@@ -11,9 +11,9 @@ from muletrain.policy.fork_choice import LEAD, Chain, forked_at, gives_way
 from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.row import RoundEntry
-from muletrain.runtime.microbatch.position import Position
+from muletrain.runtime.microbatch.position import Behind, Position
 from muletrain.runtime.peer.peer import Peer
-from muletrain.runtime.recovery.forks import Forks, GivesWay
+from muletrain.runtime.recovery.forks import Forks
 from muletrain.runtime.step.exchange import Exchange
 from proofs.play import play
 from proofs.scenario import FOR_EVER_S, Fault, Scenario, planned
@@ -173,7 +173,7 @@ def test_a_peer_that_could_not_go_over_stands_by_what_it_attested_to(monkeypatch
         await tell(self, peers, message)
         if isinstance(message, RoundEntry) and message.step == 1 and me not in held:
             held.append(me)
-            positions[me].interrupt(GivesWay("the others' history stays"))
+            positions[me].interrupt(Behind("the others' history stays", rival=True))
 
     async def not_had(self: Forks) -> None:
         return None

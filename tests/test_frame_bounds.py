@@ -20,11 +20,10 @@ from muletrain.runs.measure.probing import MOST as MOST_ECHOED
 from muletrain.runs.measure.probing import PIECES, Echo, Prober
 from muletrain.runtime.averaging.averager import KEPT_BYTES, Limits
 from muletrain.runtime.averaging.messages import Shard
-from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
 from muletrain.wire.codec import encode, encode_raw, encoded_size
 from muletrain.wire.frame import MAX_HEADER, MAX_PAYLOAD, PREFIX, read_frame
 
-from .targets import PLAN, Target, delivery, ended, frames, ready, resident_bytes, run
+from .targets import KINDS, PLAN, Target, delivery, ended, frames, ready, resident_bytes, run
 
 if TYPE_CHECKING:
     from muletrain.wire.frame import Frame
@@ -88,7 +87,7 @@ def test_tensors_that_no_correct_peer_sends_are_refused_before_they_are_read(sta
     run(scenario)
 
 
-@pytest.mark.parametrize("kind", ["nonsense", "k" * 64, "sync", *STEP_KINDS, *OTHER_KINDS])
+@pytest.mark.parametrize("kind", ["nonsense", "k" * 64, "sync", *KINDS])
 def test_a_header_larger_than_its_kind_needs_is_not_read(kind: str, tmp_path: Path) -> None:
     async def scenario() -> None:
         target = Target(1, tmp_path)

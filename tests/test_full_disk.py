@@ -71,7 +71,7 @@ def test_a_part_that_is_written_when_its_checkpoint_has_failed_does_not_stay(
         begun, go_on = held_up(monkeypatch, stages.places[writer])
         writing = asyncio.create_task(stages.write(4, "coordinator", writer))
         await asyncio.to_thread(begun.wait, 20)
-        await stages.checkpoints["coordinator"].fail(Key(4, LINEAGE), "the disk is full")
+        stages.checkpoints["coordinator"].fail(Key(4, LINEAGE), "the disk is full")
         assert not await asyncio.wait_for(stages.checkpoints[writer].ended(Key(4, LINEAGE)), 20)
         await stages.only(tmp_path / "run")
         go_on.set()

@@ -17,15 +17,16 @@ from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.join import messages as join
 from muletrain.runs.join.client import JoinClient
 from muletrain.runtime.averaging.messages import AskGradient
-from muletrain.runtime.checkpoint.messages import AskPart
+from muletrain.runtime.checkpoint.messages import part_name
 from muletrain.runtime.checkpoint.store import Key
+from muletrain.runtime.core.blocks import AskBlocks
 from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.peer.messages import Back
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.recovery.messages import AskStepBack, StepBack
 from muletrain.runtime.step.gradient_log import GradientLog
-from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
+from muletrain.runtime.transfer.messages import AskSnapshot, Snapshot
 
 from .checkpoint_stages import LINEAGE, Stages, play
 from .newcomers import introduction, rendezvous_of
@@ -48,8 +49,8 @@ async def refused(net: MemoryNetwork, donor: str, ask: Message, match: str) -> N
         await asked(net, donor, ask)
 
 
-def part(stage: int, step: int = 4) -> AskPart:
-    return AskPart(step=step, lineage=LINEAGE, stage=stage)
+def part(stage: int, step: int = 4) -> AskBlocks:
+    return AskBlocks(digest=part_name(Key(step, LINEAGE), stage))
 
 
 def test_a_part_of_a_checkpoint_is_for_its_stage_its_keepers_and_the_collector(tmp_path: Path) -> None:
@@ -70,11 +71,11 @@ def test_a_part_of_a_checkpoint_is_for_its_stage_its_keepers_and_the_collector(t
         offer = b""
         for peer in (*keepers, "c", "coordinator"):
             offer = await asked(nets[peer], "b", part(1))  # type: ignore[arg-type]
-        copy = Snapshot.unpack(offer).digest
+        copy = blake3(offer).digest()
         for thief in (*(nets[peer] for peer in others), stranger):  # one that has heard what it is called
-            await refused(thief, "b", AskManifest(digest=copy), "not kept for you")  # type: ignore[arg-type]
-            await refused(thief, "b", AskBlocks(digest=copy, blocks=(0,)), "not kept for you")  # type: ignore[arg-type]
-        assert await asked(nets["c"], "b", AskManifest(digest=copy))  # type: ignore[arg-type]
+            for ask in (AskBlocks(digest=copy), AskBlocks(digest=copy, blocks=(0,))):
+                await refused(thief, "b", ask, "for the coordinator and for peers that|not a member")  # type: ignore[arg-type]
+        assert await asked(nets["c"], "b", AskBlocks(digest=copy))  # type: ignore[arg-type]
         await stages.close()
 
     play(scenario)
@@ -107,11 +108,11 @@ def test_the_state_and_gradients_of_a_stage_are_for_its_replicas(tmp_path: Path)
             await refused(thief, target.name, AskSnapshot(stage=1), said)
         offer = Snapshot.unpack(await asked(target.others["last"], target.name, AskSnapshot(stage=1)))
         for thief in (target.others["first"], stranger):
-            await refused(thief, target.name, AskManifest(digest=offer.digest), "not kept for you")
+            await refused(thief, target.name, AskBlocks(digest=offer.digest), "not kept for you")
             await refused(thief, target.name, AskBlocks(digest=offer.digest, blocks=(0,)), "not kept for you")
         for thief, said in ((target.others["first"], "for replicas of its stage"), (stranger, "not a member")):
             await refused(thief, target.name, AskGradient(round=bytes(32)), said)
-        assert await asked(target.others["last"], target.name, AskManifest(digest=offer.digest))
+        assert await asked(target.others["last"], target.name, AskBlocks(digest=offer.digest))
         assert await asked(target.others["last"], target.name, AskGradient(round=bytes(32))) == b""
         target.running.cancel()
         await asyncio.gather(target.running, return_exceptions=True)
@@ -221,10 +222,10 @@ def test_the_gradient_of_a_step_that_lies_back_is_for_replicas_alone() -> None:
             own.add(*step_of(step))
         await asyncio.sleep(0.1)
         digest = blake3(await own.manifest("b", bytes(32), None)).digest()
-        copy = own.copy("b", digest)
+        copy = await own._given("b", digest)
         assert copy is not None
         assert copy.digest == digest
-        assert own.copy("stranger", digest) is None
+        assert await own._given("stranger", digest) is None
         await ctx.tasks.close()
 
     asyncio.run(scenario())

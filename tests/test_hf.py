@@ -28,7 +28,9 @@ from muletrain.runs.assemble import RunFacts
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.parts import write_first_checkpoint
 from muletrain.runtime.checkpoint.store import Folder
-from muletrain.runtime.recovery.messages import HeldPart
+from muletrain.runtime.core.branches import BRANCH
+from muletrain.runtime.core.lifecycle import State
+from muletrain.runtime.recovery.messages import StandsAt
 from tests.whole_model import build_full
 
 if TYPE_CHECKING:
@@ -162,7 +164,9 @@ def test_first_weights_are_handed_out_as_the_checkpoint_of_step_0(tmp_path: Path
     assert all(torch.equal(found[name], weights[name]) for name in weights)
     ((key, parts),) = Folder(tmp_path / "checkpoints", keep=2).complete().items()
     for stage, part in parts.items():  # as a peer says where it could step back to
-        HeldPart(step=key.step, lineage=key.lineage, stage=stage, digest=part.digest)
+        StandsAt(
+            branch=bytes(BRANCH), step=0, stage=0, state=State.TRAINING, targets=(), parts=((*key, stage, part.digest),)
+        )
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"step-00000000 cannot be written .*free 0\.0 GB"):
         write_first_checkpoint(facts, Cache, tmp_path / "file", "run", told.append)  # type: ignore[arg-type]

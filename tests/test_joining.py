@@ -22,6 +22,8 @@ from muletrain.network.base import Channel
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.averaging.mean_gradient import PIECE, MeanGradient, encoded_piece
+from muletrain.runtime.core import blocks as transfer
+from muletrain.runtime.core.blocks import Manifest, StateImage
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.core.times import PATIENCE_S
 from muletrain.runtime.members.context import Context
@@ -34,8 +36,6 @@ from muletrain.runtime.peer import arrival
 from muletrain.runtime.step import gradient_log
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.record_builder import RecordBuilder
-from muletrain.runtime.transfer import blocks as transfer
-from muletrain.runtime.transfer.blocks import Manifest, StateImage
 from muletrain.sim.loop import run_virtually
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encoded_size

@@ -12,15 +12,15 @@ from pydantic import ValidationError
 
 from muletrain.errors import ProtocolError
 from muletrain.network.streams import Intake
-from muletrain.runtime.core.messages import Message
+from muletrain.runtime.core.branches import BRANCH
+from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.members.row import ShardFacts
-from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
-from muletrain.runtime.recovery.messages import HeldPart
+from muletrain.runtime.recovery.messages import StandsAt
 from muletrain.wire.codec import RAW, decode, encoded_size
 from muletrain.wire.frame import Frame, pack, read_frame, unpack
 
 from .mutations import mutated
-from .targets import frames
+from .targets import KINDS, frames
 
 pytestmark = pytest.mark.timeout(1000)
 
@@ -35,22 +35,21 @@ def test_what_would_end_a_peer_later_is_refused_when_it_comes() -> None:
     )
     with pytest.raises(ValidationError):
         ShardFacts.model_validate(fact | {"square_norm": 1.7e308})
-    part = {"step": 1, "stage": 0, "digest": bytes(32)}
-    HeldPart.model_validate(part | {"lineage": bytes(32)})
+    at = {"branch": bytes(BRANCH), "step": 1, "stage": 0, "state": State.TRAINING, "targets": ()}
+    StandsAt.model_validate(at | {"parts": [(1, bytes(32), 0, bytes(32))]})
     with pytest.raises(ValidationError):
-        HeldPart.model_validate(part | {"lineage": b""})
+        StandsAt.model_validate(at | {"parts": [(1, b"", 0, bytes(32))]})
 
 
 def test_a_frame_of_every_kind_is_drawn_from() -> None:
-    assert {f.kind for f in frames(0, 0)} == STEP_KINDS.keys() | OTHER_KINDS.keys()
+    assert {f.kind for f in frames(0, 0)} == KINDS.keys()
 
 
 def take(frame: Frame) -> None:
     """As a peer takes it. Raises ProtocolError."""
-    kinds: dict[str, type[Message]] = {**STEP_KINDS, **OTHER_KINDS}
-    if frame.kind not in kinds:
+    if frame.kind not in KINDS:
         raise ProtocolError("unknown kind")
-    kinds[frame.kind].parse(frame)
+    KINDS[frame.kind].parse(frame)
     for tensor in frame.tensors:
         assert tensor.nbytes == encoded_size(tensor.codec, tensor.shape)
         if tensor.codec != RAW:

@@ -25,16 +25,14 @@ from muletrain.events import Event, NoTrainer, StepDone, TrainerAdded, TransferF
 from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.deadline import Deadline
 from muletrain.runs.fleet import LocalFleet
+from muletrain.runtime.core import blocks as transfer
+from muletrain.runtime.core.blocks import AskBlocks, Block
 from muletrain.runtime.core.disk import SPARE_BYTES, Disk
-from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Roster
-from muletrain.runtime.transfer import blocks as transfer
 from muletrain.runtime.transfer import tokens as sharing
-from muletrain.runtime.transfer.blocks import Downloader
-from muletrain.runtime.transfer.donor import Snapshots
-from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, Block, Shared
-from muletrain.runtime.transfer.tokens import FileCopy, Sharing, Store, share
+from muletrain.runtime.transfer.messages import Shared
+from muletrain.runtime.transfer.tokens import FileCopy, Sharing, Store, copy_of, share
 from muletrain.sim.loop import run_virtually
 from proofs.play import play
 from proofs.scenario import Fault, Scenario
@@ -154,16 +152,17 @@ class Pair:
             given = self.given[name] = self.sharing()
             given.source, given.copy = object(), share(self.files[0], 2, self.files[1], Disk())[1]  # type: ignore[assignment]
             ctx = self.stage.contexts[name]
-            Snapshots(ctx, self.stage.at[name], self.stage.logs[name], Membership(ctx), given)  # type: ignore[arg-type]
+            given.offer(ctx)
         self.stranger = self.stage.hub.join("s")
         self.ctx = self.stage.contexts["t"]
         genesis = self.ctx.roster.genesis
         members = tuple(m.model_copy(update={"trainer": m.id != "t"}) for m in genesis.members)
         self.ctx.roster = Roster(genesis.model_copy(update={"members": members}), "t")
-        self.taker = Downloader(self.ctx, deadline=Deadline(unmeasured_s=1.0, floor_s=1.0))
+        self.taker = self.ctx.downloader()
+        self.taker.deadline = Deadline(unmeasured_s=1.0, floor_s=1.0)
         self.came = list[int]()
         """Blocks that came, by number."""
-        self.net.receive(self._block)
+        self.net.receive(self._block, (Block.KIND,))
 
     @property
     def net(self) -> MemoryNetwork:
@@ -180,9 +179,8 @@ class Pair:
         )
 
     async def _block(self, sender: str, frame: Any) -> None:
-        block = Block.parse(frame)
-        self.came.append(block.block)
-        self.taker.on_block(sender, block, frame.tensors[0])
+        self.came.append(Block.parse(frame).block)
+        await self.ctx.blocks._on_frame(sender, frame)
 
     async def taken(self, own: Sharing) -> bool:
         return await own.take(self.ctx, self.taker)
@@ -217,7 +215,7 @@ def test_the_tokens_come_whole_and_are_given_on(tmp_path: Path) -> None:
 def test_they_are_for_members_and_for_few_at_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         pair = Pair(tmp_path)
-        ask = AskManifest(digest=pair.shared.digest)
+        ask = AskBlocks(digest=pair.shared.digest)
         blocks = AskBlocks(digest=pair.shared.digest, blocks=(0,))
         for question in (ask, blocks):
             with pytest.raises(Refused, match="not a member"):
@@ -227,10 +225,10 @@ def test_they_are_for_members_and_for_few_at_once(tmp_path: Path) -> None:
             member = Member(id=f"m{k}", name=f"m{k}", stage=0, trainer=False, addresses=())
             pair.stage.contexts["a"].roster.admit(member)
             if k < sharing.TAKERS:
-                assert await net.call("a", ask.KIND, ask.pack(), timeout_s=5.0)
+                await net.call("a", blocks.KIND, blocks.pack(), timeout_s=5.0)
                 continue
             with pytest.raises(Refused, match="ask again later"):
-                await net.call("a", ask.KIND, ask.pack(), timeout_s=5.0)
+                await net.call("a", blocks.KIND, blocks.pack(), timeout_s=5.0)
 
     run(scenario)
 
@@ -267,7 +265,7 @@ def test_what_came_before_a_break_need_not_come_again(tmp_path: Path, monkeypatc
 def test_a_founder_does_not_choose_how_large_the_blocks_in_our_memory_are(tmp_path: Path) -> None:
     async def scenario() -> None:
         pair = Pair(tmp_path)
-        copy = FileCopy(pair.files[0], Disk())
+        copy = copy_of(pair.files[0], Disk())
         copy.block = len(TOKENS) * 2  # all at once
         copy.named(copy.hashes())
         pair.given["a"].copy, pair.given["a"].shared = copy, pair.shared.model_copy(update={"digest": copy.digest})

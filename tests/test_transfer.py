@@ -12,19 +12,18 @@ import msgpack
 import pytest
 from blake3 import blake3
 
-from muletrain.errors import MuletrainError, ProtocolError
+from muletrain.errors import Malformed, MuletrainError, ProtocolError
 from muletrain.events import TransferFailed
 from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.averaging.mean_gradient import fetch_gradient
 from muletrain.runtime.averaging.messages import AskGradient
-from muletrain.runtime.members.context import Context
-from muletrain.runtime.transfer import blocks as transfer
+from muletrain.runtime.core import blocks as transfer
+from muletrain.runtime.core.blocks import AskBlocks, Block, Blocks, Manifest, PartialDownload, StateImage, _Expected
 from muletrain.runtime.transfer import donor as snapshot
-from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateImage
-from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, Block
-from muletrain.wire.codec import encode_raw
+from muletrain.wire.codec import RAW, Encoded, encode_raw
+from muletrain.wire.frame import Frame
 from tests.donors import Stage, refused, run, small_blocks
 
 _small = pytest.fixture(autouse=True)(small_blocks)
@@ -53,6 +52,9 @@ def test_a_block_of_another_size_is_refused_and_one_that_nobody_waits_for_is_dro
             asked.set()
             return b""
 
+        async def came(sender: str, block: int, content: bytes, of: bytes = bytes(32)) -> None:
+            await taker.blocks._on_frame(sender, Block(digest=of, block=block).frame([encode_raw(content)]))
+
         stage.networks["a"].serve(AskBlocks.KIND, blocks)
         digests = blake3(b"abcde").digest()
         partial = PartialDownload.of(bytes(32), Manifest(tensors=(("a", "uint8", (5,)),), block=5, digests=digests))
@@ -60,16 +62,36 @@ def test_a_block_of_another_size_is_refused_and_one_that_nobody_waits_for_is_dro
         await asked.wait()
         for content in (b"", b"abcd", b"abcdef"):
             with pytest.raises(ProtocolError, match=f"{len(content)} bytes instead of 5"):
-                taker.on_block("a", Block(digest=bytes(32), block=0), encode_raw(content))
-        for other in (Block(digest=bytes(32), block=1), Block(digest=bytes(31) + b"1", block=0)):
-            taker.on_block("a", other, encode_raw(b"abcde"))
-        taker.on_block("b", Block(digest=bytes(32), block=0), encode_raw(b"abcde"))
+                await came("a", 0, content)
+        await came("a", 1, b"abcde")
+        await came("a", 0, b"abcde", of=bytes(31) + b"1")
+        await came("b", 0, b"abcde")
         await asyncio.sleep(0.05)
         assert not fetching.done()
-        taker.on_block("a", Block(digest=bytes(32), block=0), encode_raw(b"abcde"))
-        taker.on_block("a", Block(digest=bytes(32), block=0), encode_raw(b"fghij"))
+        await came("a", 0, b"abcde")
+        await came("a", 0, b"fghij")
         await fetching
         assert bytes(partial.data) == b"abcde", "it came already"
+
+    run(scenario)
+
+
+def test_a_block_that_nobody_asked_for_is_not_read() -> None:
+    """Beyond the size of any that was asked for; what was asked for has its own size."""
+
+    async def scenario() -> None:
+        own = Stage("a").contexts["t"].blocks
+
+        def frame(size: int) -> Frame:
+            return Block(digest=bytes(32), block=0).frame([Encoded(RAW, (size,), [memoryview(bytes(size))])])
+
+        await own.expect("a", frame(own.largest))  # late
+        with pytest.raises(ProtocolError, match="none was asked for"):
+            await own.expect("a", frame(own.largest + 1))
+        own.waiting["a", bytes(32), 0] = _Expected(memoryview(bytearray(100)), Stage("a").receiver.taker)
+        with pytest.raises(Malformed):
+            await own.expect("a", frame(99))
+        await own.expect("a", frame(100))
 
     run(scenario)
 
@@ -143,9 +165,9 @@ def test_a_manifest_that_is_not_what_was_offered_is_refused(monkeypatch: pytest.
     def serve(self: MemoryNetwork, method: str, answer: Any) -> None:
         async def lie(sender: str, payload: bytes) -> bytes:
             honest: bytes = await answer(sender, payload)
-            return honest[:-1] + bytes([honest[-1] ^ 1])
+            return honest[:-1] + bytes([honest[-1] ^ 1]) if honest else honest
 
-        right(self, method, lie if (self.peer_id, method) == ("a", AskManifest.KIND) else answer)
+        right(self, method, lie if (self.peer_id, method) == ("a", AskBlocks.KIND) else answer)
 
     async def scenario() -> None:
         monkeypatch.setattr(MemoryNetwork, "serve", serve)
@@ -161,16 +183,16 @@ def test_what_came_before_a_break_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
     """Both donors go away in the middle; the one that comes back sends what is missing, and no more."""
     right, sent, broken = StateImage.send, list[int](), list[bool]()
 
-    async def send(self: StateImage, ctx: Context, taker: str, block: int) -> None:
+    async def send(self: StateImage, by: Blocks, taker: str, block: int) -> None:
         if not broken and len(sent) >= 40:
             broken.append(True)
             for donor in "ab":
                 stage.hub.barriers.cut(donor, "t")
                 asyncio.get_running_loop().call_later(0.3, stage.hub.barriers.mend, donor, "t")
             return
-        if stage.hub.barriers.way(ctx.net.peer_id, taker) is not None:
+        if stage.hub.barriers.way(by.net.peer_id, taker) is not None:
             sent.append(block)
-        await right(self, ctx, taker, block)
+        await right(self, by, taker, block)
 
     stage: Stage
 
@@ -194,9 +216,9 @@ def test_a_donor_that_lives_and_sends_nothing_is_not_waited_for_without_end(monk
     """It sends nothing for a second, and is heard of all the time."""
     right, begin = StateImage.send, time.monotonic()
 
-    async def send(self: StateImage, ctx: Context, taker: str, block: int) -> None:
+    async def send(self: StateImage, by: Blocks, taker: str, block: int) -> None:
         if time.monotonic() - begin > 1.0:
-            await right(self, ctx, taker, block)
+            await right(self, by, taker, block)
 
     async def scenario() -> None:
         stage = Stage("a")
@@ -216,13 +238,13 @@ def test_the_only_donor_is_asked_again_and_sends_nothing_twice_that_was_not_lost
     step was given up); or its link is busy for a second."""
     right, calls = StateImage.send, list[int]()
 
-    async def send(self: StateImage, ctx: Context, taker: str, block: int) -> None:
+    async def send(self: StateImage, by: Blocks, taker: str, block: int) -> None:
         calls.append(block)
         if lost and len(calls) <= transfer.RUN:
             return
         if not lost:
             await held_up.wait()
-        await right(self, ctx, taker, block)
+        await right(self, by, taker, block)
 
     held_up: asyncio.Event
 
@@ -253,10 +275,10 @@ def test_a_block_that_came_while_its_taker_slept_is_taken_and_not_asked_for_agai
 
         clock: Any = SimpleNamespace(now=lambda: next(times, 700.0), deadline=overslept)
         ctx = stage.contexts["t"]
-        ctx.clock = clock
+        ctx.blocks.clock = clock
         whole = asyncio.get_running_loop().create_future()
         whole.set_result(None)
-        await transfer.Downloader(ctx)._block("a", whole, "a block", ["a"], ask)
+        await ctx.downloader()._block("a", whole, "a block", ["a"], ask)
 
     run(scenario)
 

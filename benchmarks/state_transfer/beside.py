@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from muletrain.network.base import Channel
-from muletrain.runtime.transfer import blocks as transfer
-from muletrain.runtime.transfer.messages import Block
+from muletrain.runtime.core import blocks as transfer
+from muletrain.runtime.core.blocks import Block
 from proofs import world
 from proofs.play import play
 from proofs.scenario import Fault, Scenario

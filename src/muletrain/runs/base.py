@@ -14,8 +14,8 @@ from muletrain.config.section import Section
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.finite import finite
 from muletrain.model.traced.folder import load_base
+from muletrain.runtime.core.blocks import StateImage
 from muletrain.runtime.transfer.base import BaseStore
-from muletrain.runtime.transfer.blocks import StateImage
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:

@@ -28,8 +28,9 @@ from muletrain.runs.measure.machine import Machine
 from muletrain.runs.measure.probing import BlockFound, Prober, block_of, identity_of
 from muletrain.runs.worker_files import TICKET_FILE, write_secret
 from muletrain.runtime.checkpoint.store import CheckpointStore, Folder, open_place
+from muletrain.runtime.core.blocks import Blocks
 from muletrain.runtime.core.tasks import Tasks
-from muletrain.runtime.transfer.base import BaseGiver, BaseTaker
+from muletrain.runtime.transfer.base import BaseExchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -54,7 +55,8 @@ MOST_GIVERS = 16
 class Host:
     """Holds the resources of one process. ``rendezvous``: the founder's; ``known``: names of peers by id, received by a
     newcomer before the run begins, and by a server from clients; ``survey``: the founder's, until the run begins;
-    ``roster``: None until then; ``compute``: the compute in use."""
+    ``roster``: None until then; ``compute``: the compute in use; ``blocks``: the process' end of the transport, if it
+    gives and takes before it is a peer."""
 
     def __init__(self, spec: WorkerSpec, log: EventLog, clock: Clock) -> None:
         self.spec, self.log, self.clock = spec, log, clock
@@ -67,7 +69,8 @@ class Host:
         self.shaped: ShapedNetwork | None = None
         self.genesis: Genesis | None = None
         """Of a run that had begun when this machine joined, until ``roster`` is known."""
-        self._base: BaseTaker | None = None
+        self.blocks: Blocks | None = None
+        self._base: BaseExchange | None = None
         """Of a run with an adapter."""
 
     def open_base(self, facts: RunFacts, network: Network) -> None:
@@ -81,8 +84,8 @@ class Host:
         if store is not None:
             check_quantising(config)
             tasks = Tasks()
-            BaseGiver(network, tasks, store, self._heard)
-            self._base = BaseTaker(network, self.clock, tasks, store, self.log.note)
+            self.blocks = Blocks(self.links(facts, network), self.clock, tasks)
+            self._base = BaseExchange(self.blocks, tasks, store, self.log.note, self._heard)
 
     def _heard(self, taker: PeerId) -> None:
         if self.rendezvous is not None:

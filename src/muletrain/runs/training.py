@@ -135,7 +135,9 @@ class Training:
     ) -> Peer:
         host, facts, roster, cache, sharing = self._host, seat.facts, seat.roster, seat.cache, seat.sharing
         plan, emit, draw = facts.plan(), self._emit, random.SystemRandom()
-        ctx = Context.at_stage(links, host.clock, compute, roster, plan, emit, Tasks(), draw, self._of_pool)
+        ctx = Context.at_stage(
+            links, host.clock, compute, roster, plan, emit, Tasks(), draw, self._of_pool, host.blocks
+        )
         ctx.chaos = self._points
         source = facts.source(cache) if cache is not None else None if sharing is None else sharing.source
         heldout = None if cache is None else facts.heldout(cache)

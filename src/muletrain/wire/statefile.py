@@ -26,7 +26,7 @@ DTYPES = {
     torch.int64: "I64",
     torch.uint8: "U8",
 }
-"""The types that a state may have (``runtime.transfer.blocks.DTYPES``), in safetensors' words."""
+"""The types that a state may have (``runtime.core.blocks.DTYPES``), in safetensors' words."""
 PIECE = 1 << 20
 """Most numbers of a piece."""
 

@@ -24,18 +24,18 @@ from muletrain.optim.tied import content
 from muletrain.policy.shards import BLOCK
 from muletrain.runtime.averaging.averager import contents
 from muletrain.runtime.averaging.messages import AskGradient
+from muletrain.runtime.core.blocks import Manifest, PartialDownload, StateImage
 from muletrain.runtime.core.times import GONE_S
 from muletrain.runtime.core.waiting import unless_done
-from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateImage
 from muletrain.wire.codec import Encoded, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from muletrain.network.base import PeerId
+    from muletrain.runtime.core.blocks import Downloader
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.row import RoundEntry, StageEntry
-    from muletrain.runtime.transfer.blocks import Downloader
 
 T = TypeVar("T")
 PIECE = 32 * BLOCK
@@ -74,7 +74,7 @@ class MeanGradient:
             piece = await ctx.compute.offload(encoded_piece, self, begin, ctx.plan.gradients)
             pieces[_name(begin)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
         image = StateImage(pieces, Channel.AVERAGE)
-        await image.name(ctx)
+        await image.name(ctx.compute.offload)
         self.packed[tied] = image
         return image
 
@@ -189,7 +189,7 @@ async def _take_tied(
     if await ctx.compute.offload(content, values) != entry.tied:
         raise ProtocolError("what is tied in the gradient is not what its holders attest")
     image = StateImage({_name(k): piece for k, piece in pieces.items()}, Channel.AVERAGE)
-    await image.name(ctx)
+    await image.name(ctx.compute.offload)
     return TiedPart(entry, values, image)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors
 import safetensors.torch
+from blake3 import blake3
 
 from muletrain.errors import (
     CapacityError,
@@ -19,13 +20,15 @@ from muletrain.errors import (
     DeadlineExceeded,
     MuletrainError,
     NetworkError,
+    PeerUnreachable,
     ProtocolError,
 )
 from muletrain.events import CheckpointFailed, CheckpointWritten, PartNotKept, TransferFailed
 from muletrain.policy.checkpoints import keepers
 from muletrain.policy.deadline import CEILING_S
-from muletrain.runtime.checkpoint.messages import AskPart, CheckpointEnd, PartReady, largest_part
+from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady, largest_part, part_name
 from muletrain.runtime.checkpoint.store import Key, PartFacts
+from muletrain.runtime.core.blocks import HEADERS, Download, StateImage
 from muletrain.runtime.core.times import GONE_S, LAG_S, LOOK_S, pause_s
 from muletrain.wire.statefile import StateBuffers
 
@@ -40,9 +43,11 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.members.roster import Roster
     from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.transfer.donor import Receiver, Snapshots
-    from muletrain.runtime.transfer.messages import Snapshot
 
+PARTS = "parts"
+"""The name of the copies of parts (``core.blocks.Blocks.offers``)."""
+COPIES = 2
+"""Copies of parts kept for takers: slow takers of one checkpoint do not hold up the next."""
 MAX_OPEN = 8
 """Open checkpoints at once."""
 REMEMBERED = 256
@@ -117,8 +122,6 @@ class OpenCheckpoint:
     """Time of the last news."""
     parts: dict[int, PartFacts] = field(default_factory=dict)
     holders: dict[int, set[PeerId]] = field(default_factory=dict)
-    here: set[int] = field(default_factory=set)
-    """Stages with parts in our place."""
     own: tuple[dict[str, Tensor], PartFacts] | None = None
     """Our stage's part, if we are the writer."""
     left_out: str = ""
@@ -167,10 +170,8 @@ class Checkpoints:
         """The end of checkpoint ``key`` (``OpenCheckpoint.ended``), or None."""
         return self._ended.get(key)
 
-    def end(self, key: Key, reason: str) -> bool:
-        """Note the end of a checkpoint. True if new: then clear up and call ``cleared``."""
-        if key in self._ended:
-            return False
+    def end(self, key: Key, reason: str) -> None:
+        """Note the end of a checkpoint. Then clear up and call ``cleared``."""
         self._ended[key] = reason
         self._clearing.add(key)
         while len(self._ended) > REMEMBERED:
@@ -178,7 +179,6 @@ class Checkpoints:
         if (opened := self._open.pop(key, None)) is not None:
             opened.ended = reason
             opened.changed.set()
-        return True
 
     def cleared(self, key: Key) -> None:
         """The ended checkpoint was cleared up."""
@@ -212,10 +212,14 @@ class PartReplicas:
         """The reason why the place cannot be written now; empty: writing works."""
         return f"{self._place.where(Key(0, b''))}: the disk or store hangs" if self._place.disk.hangs else ""
 
-    def has(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
+    def here(self, opened: OpenCheckpoint) -> set[int]:
+        """The stages with announced parts in the place."""
+        parts = self._book.parts.get(opened.key, {})
+        return {stage for stage, facts in opened.parts.items() if parts.get(stage) == facts}
+
+    def has(self, key: Key, stage: int, facts: PartFacts) -> None:
         """Note that a part is in the place."""
-        opened.here.add(stage)
-        self._book.parts.setdefault(opened.key, {})[stage] = facts
+        self._book.parts.setdefault(key, {})[stage] = facts
 
     async def store(self, opened: OpenCheckpoint, stage: int, facts: PartFacts, buffers: StateBuffers) -> str:
         """Write a part to the place. Returns the reason if the checkpoint fails because of that, else an empty text."""
@@ -231,14 +235,13 @@ class PartReplicas:
             with suppress(OSError):  # the checkpoint ended while we wrote, and was tidied up before
                 await place.disk.call(place.abandon, key)
         elif failed is None:
-            self.has(opened, stage, facts)
+            self.has(key, stage, facts)
             opened.news = self._ctx.clock.now()
             opened.holders.setdefault(stage, set()).add(self._ctx.net.peer_id)
         elif shared:
             return self._why(failed, key)
         else:
             self._ctx.emit(PartNotKept(reason=str(failed)))
-            opened.here.discard(stage)
         return ""
 
     async def read(self, key: Key, stage: int) -> dict[str, Tensor]:
@@ -259,9 +262,10 @@ class PartReplicas:
             found = await self._place.disk.call(self._place.complete)
             complete.clear()
             complete.update(found)
-        return self._known()
+        return self.known()
 
-    def _known(self) -> dict[Key, dict[int, PartFacts]]:
+    def known(self) -> dict[Key, dict[int, PartFacts]]:
+        """The parts that were in the place at the last look."""
         parts, complete = self._book.parts, self._book.complete
         return {key: {**parts.get(key, {}), **complete.get(key, {})} for key in {*parts, *complete}}
 
@@ -273,23 +277,25 @@ class PartReplicas:
         try:
             return await self._ctx.clock.deadline(asyncio.shield(self._looking), LAG_S, "the checkpoints' place")
         except DeadlineExceeded:
-            return self._known()
+            return self.known()
 
     def where(self, key: Key) -> str:
         """The location of checkpoint ``key``."""
         return self._place.where(key)
 
-    async def publish(self, opened: OpenCheckpoint) -> set[int]:
-        """Complete a checkpoint with all parts here. Returns the stages whose parts are gone. Raises CheckpointError for a
-        failed write."""
+    async def publish(self, opened: OpenCheckpoint) -> bool:
+        """Complete a checkpoint with all parts here. Returns False if parts are gone, to be fetched again. Raises
+        CheckpointError for a failed write."""
         book, key = self._book, opened.key
         try:
             gone = await self._place.disk.call(self._place.publish, key, book.about, dict(opened.parts), book.files)
         except OSError as e:
             raise CheckpointError(self._why(e, key)) from e
+        for stage in gone:
+            book.parts.get(key, {}).pop(stage, None)
         if not gone:
             book.complete[key] = dict(opened.parts)
-        return gone
+        return not gone
 
     async def is_complete(self, key: Key) -> bool:
         """Has a peer that shares the place completed the checkpoint?"""
@@ -328,24 +334,28 @@ class PartReplicas:
         return f"{error.strerror or error}: {self._place.where(key)} ({'free some space; ' * full}training goes on)"
 
 
+@dataclass
+class _Kept:
+    """A copy of a part. ``asked``: when a peer last asked for the copy."""
+
+    copy: StateImage
+    asked: float
+
+
 class PartExchange:
-    """Gives parts to entitled peers, and takes parts, as copies of states (``transfer.donor``). Owns the queue of
-    requests."""
+    """Gives parts to entitled peers, and takes parts, over ``core.blocks``. Owns the copies that it
+    gives."""
 
     def __init__(
-        self,
-        ctx: Context,
-        roles: Roles,
-        replicas: PartReplicas,
-        checkpoints: Checkpoints,
-        snapshots: Snapshots,
-        receiver: Receiver,
-        membership: Membership,
+        self, ctx: Context, roles: Roles, replicas: PartReplicas, checkpoints: Checkpoints, membership: Membership
     ) -> None:
         self._ctx, self._roles, self._replicas, self._checkpoints = ctx, roles, replicas, checkpoints
-        self._snapshots, self._receiver, self._membership = snapshots, receiver, membership
-        self._asking = asyncio.Lock()
-        ctx.net.serve(AskPart.KIND, self._on_ask)
+        self._membership, self._downloader = membership, ctx.downloader()
+        self._download = Download(self._downloader)
+        self._reading = asyncio.Lock()
+        self._copies: dict[tuple[Key, int], _Kept] = {}
+        """By checkpoint and stage."""
+        ctx.blocks.offers(PARTS, self._given)
 
     async def base(self, key: Key, digest: bytes) -> dict[str, Tensor]:
         """Our stage's part of a checkpoint, from our place or from another peer. Raises CheckpointError, NetworkError,
@@ -360,25 +370,41 @@ class PartExchange:
         return await self.take(key, stage, PartFacts(20 * ctx.compute.n_params, digest), list(ctx.roster.others()))
 
     async def take(self, key: Key, stage: int, facts: PartFacts, holders: list[PeerId]) -> dict[str, Tensor]:
-        """Take a part from ``holders``. Raises NetworkError, or ProtocolError if the digest differs from ``facts``."""
-        ask = AskPart(step=key.step, lineage=key.lineage, stage=stage)
-        state = await self._receiver.take_part(ask, *key, holders, facts.size)
-        if (await self._ctx.tasks.aside(PartFacts.of, StateBuffers(state))).digest != facts.digest:
-            raise ProtocolError(f"stage {stage}'s part of checkpoint {key.step}: its content is not what was announced")
-        return state
+        """Take a part from ``holders``, first from most that give the same copy. Raises NetworkError, or ProtocolError if
+        the digest differs from ``facts``."""
+        error: NetworkError = PeerUnreachable(f"no peer gives this part of checkpoint {key.step}")
+        for packed, donors in await self._downloader.manifests(part_name(key, stage), holders):
+            try:
+                state = await self._download.take(blake3(packed).digest(), donors, facts.size + HEADERS)
+            except NetworkError as e:
+                error = e
+                continue
+            if (await self._ctx.tasks.aside(PartFacts.of, StateBuffers(state))).digest == facts.digest:
+                return state
+            error = ProtocolError(
+                f"stage {stage}'s part of checkpoint {key.step}: its content is not what was announced"
+            )
+        raise error
 
-    async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        """Offer a part. Raises MuletrainError for a part that is not here, or a sender that is not entitled."""
-        ask = AskPart.unpack(payload)
+    async def _given(self, taker: PeerId, digest: bytes) -> StateImage | None:
+        """See ``core.blocks.Reader``. The first request for a part reads the part."""
+        known = [of for of, kept in self._copies.items() if kept.copy.digest == digest]
+        of = next((p for p in (*known, *self._held()) if p in known or part_name(*p) == digest), None)
+        if of is None:
+            return None
         if self._ctx.tasks.closed:
             raise MuletrainError("this peer begins anew; ask again")
-        if not await self._may_have(sender, ask.stage):
-            raise MuletrainError(f"stage {ask.stage}'s part is for the coordinator and for peers that serve or keep it")
-        offer = self._snapshots.offered(ask.stage, *ask.key, part=True)
-        if offer is None:
-            async with self._asking:  # one part at a time is read, for all takers
-                offer = await self._offer(ask)
-        return self._snapshots.grant(offer, sender)
+        if not await self._may_have(taker, of[1]):
+            raise MuletrainError(f"stage {of[1]}'s part is for the coordinator and for peers that serve or keep it")
+        async with self._reading:  # one part at a time is read, for all takers
+            kept = self._copies.get(of) or await self._make(*of)
+        kept.asked = self._ctx.clock.now()
+        return kept.copy
+
+    def _held(self) -> list[tuple[Key, int]]:
+        """The checkpoint and stage of each part that this peer can read."""
+        own = [(o.key, self._ctx.roster.own.stage) for o in self._checkpoints if o.own is not None]
+        return own + [(key, stage) for key, parts in self._replicas.known().items() for stage in parts]
 
     async def _may_have(self, peer: PeerId, stage: int) -> bool:
         """Does ``peer`` coordinate, keep the stage's part, or serve the stage, by our own roster? Raises ProtocolError
@@ -387,24 +413,42 @@ class PartExchange:
             return True
         return peer in self._roles.keepers(stage, peer) or await self._membership.serves(peer, stage)
 
-    async def _offer(self, ask: AskPart) -> Snapshot:
-        """Ends within ``GONE_S / 2``."""
-        until = self._ctx.clock.now() + GONE_S / 2  # the asking peer waits for GONE_S
-        while (offer := self._snapshots.offered(ask.stage, *ask.key, part=True)) is None and self._snapshots.crowded():
-            if self._ctx.clock.now() > until:
+    async def _make(self, key: Key, stage: int) -> _Kept:
+        """Make a copy of a part, once a copy before is not being taken. Raises MuletrainError. Ends within
+        ``GONE_S / 2``."""
+        clock, copies = self._ctx.clock, self._copies
+        until = clock.now() + GONE_S / 2  # the asking peer waits for GONE_S
+        while len(copies) >= COPIES:
+            sent = self._ctx.blocks.sends(PARTS)
+            unused = [k for k, c in copies.items() if c.copy.digest not in sent and clock.now() - c.asked > LOOK_S]
+            if unused:
+                del copies[min(unused, key=lambda k: copies[k].asked)]
+            elif clock.now() > until:
                 raise MuletrainError("this peer has enough copies to send; ask again")
-            await self._ctx.clock.sleep(LOOK_S)
-        if offer is not None:
-            return offer
-        opened = self._checkpoints.get(ask.key)
-        if opened is not None and opened.own is not None and ask.stage == self._ctx.roster.own.stage:
+            else:
+                await clock.sleep(LOOK_S)
+        opened = self._checkpoints.get(key)
+        if opened is not None and opened.own is not None and stage == self._ctx.roster.own.stage:
             state = opened.own[0]
         else:
             try:
-                state = await self._replicas.read(ask.key, ask.stage)
+                state = await self._replicas.read(key, stage)
             except CheckpointError as e:
                 raise MuletrainError(str(e)) from None
-        return await self._snapshots.offer(ask.stage, *ask.key, state, part=True)
+        copy = StateImage(state)
+        await copy.name(self._ctx.compute.offload)
+        if not copies:
+            self._ctx.spawn(self._drop_unasked(), "copies of parts")
+        copies[key, stage] = _Kept(copy, clock.now())
+        return copies[key, stage]
+
+    async def _drop_unasked(self) -> None:
+        """Ends within ``GONE_S`` after the last request."""
+        while self._copies:
+            await self._ctx.clock.sleep(GONE_S / 2)
+            now = self._ctx.clock.now()
+            for of in [of for of, kept in self._copies.items() if now - kept.asked >= GONE_S]:
+                del self._copies[of]
 
 
 class Checkpointing:
@@ -413,14 +457,12 @@ class Checkpointing:
     stage's state, and leaves out a checkpoint that is due while the part of an earlier checkpoint is not safe yet. Only
     the run's last checkpoint waits instead."""
 
-    def __init__(
-        self, ctx: Context, snapshots: Snapshots, receiver: Receiver, membership: Membership, book: Book
-    ) -> None:
+    def __init__(self, ctx: Context, membership: Membership, book: Book) -> None:
         self._ctx = ctx
         self.roles = roles = Roles(ctx.roster, book)
         self.replicas = replicas = PartReplicas(ctx, roles, book)
         self.checkpoints = checkpoints = Checkpoints()
-        self.exchange = PartExchange(ctx, roles, replicas, checkpoints, snapshots, receiver, membership)
+        self.exchange = PartExchange(ctx, roles, replicas, checkpoints, membership)
         self._due: Key | None = None
         """The checkpoint of our last step; None: the run's last checkpoint, which cannot be left out."""
         self._fetching = asyncio.Lock()
@@ -438,7 +480,7 @@ class Checkpointing:
     async def announce(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
         """Tell all peers that this peer has a part."""
         ctx, key = self._ctx, opened.key
-        place = self.replicas.name if stage in opened.here else ""
+        place = self.replicas.name if stage in self.replicas.here(opened) else ""
         ready = PartReady(
             step=key.step, lineage=key.lineage, stage=stage, size=facts.size, digest=facts.digest, place=place
         )
@@ -477,7 +519,7 @@ class Checkpointing:
         if self.roles.shares_target() and not self.roles.is_writer():
             return False
         opened = self.checkpoints.get(key)
-        return opened is None or self._ctx.roster.own.stage not in opened.here
+        return opened is None or self._ctx.roster.own.stage not in self.replicas.here(opened)
 
     def busy(self) -> str | None:
         """The reason why there is no room for another copy of the state; None: there is room."""
@@ -490,11 +532,11 @@ class Checkpointing:
         """The reason why this peer should not leave the stage yet, if a checkpoint would lose a part."""
         stage = self._ctx.roster.own.stage
         for opened in self.checkpoints:
-            step, holders = opened.key.step, opened.holders.get(stage, set())
-            there = (stage in opened.here and self.roles.shares_target()) or self._alive(holders)
+            step, holders, here = opened.key.step, opened.holders.get(stage, set()), self.replicas.here(opened)
+            there = (stage in here and self.roles.shares_target()) or self._alive(holders)
             if opened.key == self._writing or (opened.own is not None and not there):
                 return f"its part of checkpoint {step} is on its way"
-            if self.roles.coordinates() and opened.here:
+            if self.roles.coordinates() and here:
                 return f"it coordinates checkpoint {step}"
         return None
 
@@ -527,7 +569,7 @@ class Checkpointing:
         buffers = StateBuffers(state)
         facts = await ctx.tasks.aside(PartFacts.of, buffers)
         if self.roles.shares_target() and (why := await self.replicas.store(opened, stage, facts, buffers)):
-            await self.fail(key, why)
+            self.fail(key, why)
         if opened.ended is None:
             opened.own, opened.parts[stage] = (state, facts), facts
             opened.holders.setdefault(stage, set()).add(ctx.net.peer_id)
@@ -554,7 +596,6 @@ class Checkpointing:
             if not writes:
                 return  # the writer's announcement counts, else the first, until proven false (``_fetch``)
             opened.holders[stage] = set()
-            opened.here.discard(stage)
         if opened is None and self.checkpoints.full():
             raise ProtocolError(f"checkpoint {ready.step}: {MAX_OPEN} others are not complete yet")
         opened = self.open(key)
@@ -563,13 +604,13 @@ class Checkpointing:
         opened.parts[stage] = ready.facts
         opened.holders[stage].add(sender)
         if writes and ready.place == self.replicas.name:
-            self.replicas.has(opened, stage, ready.facts)
+            self.replicas.has(key, stage, ready.facts)
         opened.changed.set()
         if self.roles.coordinates() and writes:
             for earlier in self.checkpoints.before(key.step):  # one part at a time is written, so these will not come
                 if stage not in earlier.parts:
                     lost = f"no part of stages [{stage}] came before that of a later checkpoint"
-                    self._ctx.spawn(self.fail(earlier.key, lost), f"checkpoint {earlier.key.step} lacks a part")
+                    self.fail(earlier.key, lost)
 
     def _largest(self, stage: int) -> int:
         """Largest part of ``stage`` [bytes]: a peer that fetches a part reserves the announced size."""
@@ -605,7 +646,7 @@ class Checkpointing:
             opened.changed.clear()
             complete = opened.ended is not None  # the parts that we keep may still be under way
             if opened.left_out and key == self._due and self.roles.coordinates():
-                return await self.fail(key, opened.left_out)
+                return self.fail(key, opened.left_out)
             try:
                 await ctx.clock.deadline(self._do_ours(opened), self._left_s(opened), "its parts")
             except (NetworkError, ProtocolError, CheckpointError) as e:
@@ -631,7 +672,7 @@ class Checkpointing:
         elif ctx.clock.now() - opened.news > CEILING_S or self._left_s(opened) <= 0:
             reason = opened.lacking(ctx.plan.stages)
             if self.roles.coordinates():
-                await self.fail(key, reason)
+                self.fail(key, reason)
             else:
                 self.end(key, reason)
         else:
@@ -656,16 +697,16 @@ class Checkpointing:
         """Fetch the parts that we should have. As the coordinator, publish when all parts are here. Raises
         NetworkError, ProtocolError or CheckpointError."""
         coordinates, me = self.roles.coordinates(), self._ctx.net.peer_id
-        for stage in sorted(opened.parts.keys() - opened.here):
+        for stage in sorted(opened.parts.keys() - self.replicas.here(opened)):
             if (coordinates and opened.ended is None) or me in self.roles.keepers(stage, me):
                 await self._fetch(opened, stage)
-        if coordinates and len(opened.here) == self._ctx.plan.stages and opened.ended is None:
+        if coordinates and len(self.replicas.here(opened)) == self._ctx.plan.stages and opened.ended is None:
             await self._publish(opened)
 
     async def _fetch(self, opened: OpenCheckpoint, stage: int) -> None:
         key = opened.key
         async with self._fetching:  # memory holds one part at a time, of all checkpoints
-            if opened.ended or stage in opened.here:
+            if opened.ended or stage in self.replicas.here(opened):
                 return
             holders, facts = sorted(opened.holders[stage] - {self._ctx.net.peer_id}), opened.parts[stage]
             try:
@@ -678,70 +719,59 @@ class Checkpointing:
                     del opened.parts[stage], opened.holders[stage]
                 raise
             if not opened.ended and (why := await self.replicas.store(opened, stage, facts, StateBuffers(state))):
-                await self.fail(key, why)
-        if stage in opened.here:
+                self.fail(key, why)
+        if stage in self.replicas.here(opened):
             await self.announce(opened, stage, facts)
 
     async def _publish(self, opened: OpenCheckpoint) -> None:
         ctx, key = self._ctx, opened.key
         try:
-            gone = await self.replicas.publish(opened)
+            if not await self.replicas.publish(opened) or opened.ended is not None:
+                return
         except CheckpointError as e:
-            return await self.fail(key, str(e))
-        if gone:
-            opened.here -= gone  # fetched again
-            return
-        if opened.ended is not None:
-            return
+            return self.fail(key, str(e))
         size, seconds = sum(f.size for f in opened.parts.values()), ctx.clock.now() - opened.begin
         ctx.emit(CheckpointWritten(step=key.step, path=self.replicas.where(key), bytes=size, seconds=seconds))
-        for overtaken in sorted(self.checkpoints.before(key.step), key=lambda o: o.key):
-            await self.fail(
-                overtaken.key, f"{overtaken.lacking(ctx.plan.stages)} before a later checkpoint was complete"
-            )
-        await self._end_for_all(key, "")
+        self.end(key, "", for_all=True)
 
     # The end ----------------------------------------------------------------------------------------------------------
 
     def leave_out(self, key: Key, reason: str) -> None:
         """Tell the coordinator that our stage's part is not written."""
         if self.roles.coordinates():
-            work = self.fail(key, reason)
-        else:
-            assert self.roles.coordinator is not None  # else nothing is due
-            self.end(key, reason)
-            end = CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason, left_out=True)
-            work = self._ctx.tell((self.roles.coordinator,), end)
-        self._ctx.spawn(work, f"checkpoint {key.step} is left out")
+            return self.fail(key, reason)
+        assert self.roles.coordinator is not None  # else nothing is due
+        self.end(key, reason)
+        end = CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason, left_out=True)
+        self._ctx.spawn(self._ctx.tell((self.roles.coordinator,), end), f"checkpoint {key.step} is left out")
 
-    async def fail(self, key: Key, reason: str) -> None:
+    def fail(self, key: Key, reason: str) -> None:
         """End the checkpoint as failed, for all peers."""
-        await self._end_for_all(key, reason[:4096])
+        self.end(key, reason[:4096], for_all=True)
 
-    async def _end_for_all(self, key: Key, reason: str) -> None:
-        if self._mark(key, reason):
-            await self._clear(key, reason)  # after a slow disk, that end may be forgotten
-            await self._ctx.tell(self._ctx.roster.others(), _ending(key, reason))
+    def end(self, key: Key, reason: str, *, for_all: bool = False) -> None:
+        """End the checkpoint here or ``for_all`` peers, without waiting for the disk. A complete checkpoint ends the
+        earlier ones, too."""
+        if self.checkpoints.ended(key) is not None:
+            return
+        ends = {}
+        for overtaken in () if reason else self.checkpoints.before(key.step):
+            lacking = overtaken.lacking(self._ctx.plan.stages)
+            ends[overtaken.key] = f"{lacking} before a later checkpoint was complete"
+        ends[key] = reason
+        for ended, why in ends.items():
+            self.checkpoints.end(ended, why)
+        self._ctx.spawn(self._clear(ends, for_all=for_all), f"after checkpoint {key.step}")
 
-    def end(self, key: Key, reason: str) -> None:
-        """End the checkpoint here, without waiting for the disk."""
-        if self._mark(key, reason):
-            self._ctx.spawn(self._clear(key, reason), f"after checkpoint {key.step}")
-
-    def _mark(self, key: Key, reason: str) -> bool:
-        """Note the end. True if new: then the checkpoint must be cleared up."""
-        news = self.checkpoints.end(key, reason)
-        if news and not reason:
-            for overtaken in self.checkpoints.before(key.step):  # the notices of the ends were lost
-                self.end(overtaken.key, "a later checkpoint is complete")
-        return news
-
-    async def _clear(self, key: Key, reason: str) -> None:
+    async def _clear(self, ends: dict[Key, str], *, for_all: bool) -> None:
         coordinates = self.roles.coordinates()
-        await self.replicas.clear(key, reason)
-        if reason and coordinates:
-            self._ctx.emit(CheckpointFailed(step=key.step, reason=reason))
-        self.checkpoints.cleared(key)
+        for key, reason in ends.items():
+            await self.replicas.clear(key, reason)
+            if reason and coordinates:
+                self._ctx.emit(CheckpointFailed(step=key.step, reason=reason))
+            self.checkpoints.cleared(key)
+            if for_all:  # after a slow disk, that end may be forgotten
+                await self._ctx.tell(self._ctx.roster.others(), _ending(key, reason))
 
     async def ended(self, key: Key) -> bool:
         """Wait for the end of checkpoint ``key``. True if complete."""

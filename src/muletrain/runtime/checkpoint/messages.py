@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
+from blake3 import blake3
 from pydantic import Field
 
 from muletrain.network.base import Channel
@@ -55,18 +56,9 @@ class CheckpointEnd(Message):
         return Key(self.step, self.lineage)
 
 
-class AskPart(Message):
-    """A call that asks for a copy of a part. The answer is a Snapshot."""
-
-    KIND: ClassVar[str] = "ask_part"
-    step: Natural
-    lineage: Digest
-    stage: Natural
-
-    @property
-    def key(self) -> Key:
-        """The checkpoint."""
-        return Key(self.step, self.lineage)
+def part_name(key: Key, stage: int) -> bytes:
+    """The name of the part of ``stage`` for peers that ask for the manifest of a copy (``core.blocks``)."""
+    return blake3(b"part of %d at %d %b" % (stage, *key)).digest()
 
 
 def largest_part(state_bytes: int) -> int:

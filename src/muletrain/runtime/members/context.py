@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from muletrain.errors import NetworkError
 from muletrain.events import FrameRefused, SlotWorked
+from muletrain.runtime.core.blocks import Blocks, Downloader
 from muletrain.runtime.core.meter import DeviceHung, Meter
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.core.times import GONE_S
@@ -73,6 +74,8 @@ class Context:
     meter: Meter = field(default_factory=Meter)
     helpers: Callable[[], int] | None = None
     """Counts the clients that compute for this peer, if the strategy has clients."""
+    of_process: InitVar[Blocks | None] = None
+    """The process' end of the transport; None: this peer's own."""
 
     @classmethod
     def at_stage(
@@ -86,18 +89,27 @@ class Context:
         tasks: Tasks,
         draw: random.Random,
         of_pool: Callable[[Event], None] | None = None,
+        of_process: Blocks | None = None,
     ) -> Context:
         """Returns the context of a peer that serves the stage in ``compute``. If the strategy has clients, clients
         compute the passes: ``draw`` chooses the results to check, and the pool's events go to ``of_pool``
         (``emit``)."""
         if not plan.strategy.pooled:
-            return cls(net, clock, compute, roster, plan, emit, tasks)
+            return cls(net, clock, compute, roster, plan, emit, tasks, of_process=of_process)
         config, of_pool = roster.genesis.config, of_pool or emit
         pooled = PooledCompute(PartsDesk(compute, net, clock, tasks, plan, roster, config, of_pool, draw))
-        return cls(net, clock, pooled, roster, plan, emit, tasks, helpers=pooled.clients.__len__)
+        helpers = pooled.clients.__len__
+        return cls(net, clock, pooled, roster, plan, emit, tasks, helpers=helpers, of_process=of_process)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, of_process: Blocks | None) -> None:
         self.detector, self.news.queue_s = FailureDetector(self), self.queue_s
+        self.blocks = of_process or Blocks(self.net, self.clock, self.tasks)
+        self.blocks.send = self.send
+
+    def downloader(self) -> Downloader:
+        """Returns a taker of copies, which hears at once of donors that are down."""
+        awaiting, name = self.detector.awaiting, self.roster.name
+        return Downloader(self.blocks, self.compute.offload, awaiting, self.refused, name)
 
     def spawn(self, work: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
         """Run ``work`` in the background (``Tasks.spawn``)."""

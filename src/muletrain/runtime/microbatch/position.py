@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 class Behind(MuletrainError):
     """The other peers have gone on without us. ``weights_hold``: our weights still precede this step, so applying the
-    agreed update is enough; otherwise the state must come from a replica. ``lasts``: we are behind at the next step,
-    too."""
+    agreed update is enough; otherwise the state must come from a replica. ``rival``: another lineage stays, and
+    ``renamed`` is a lineage that takes our weights, for lack of peers at our stage."""
 
-    def __init__(self, message: str, *, weights_hold: bool = True) -> None:
+    def __init__(
+        self, message: str, *, weights_hold: bool = True, rival: bool = False, renamed: Chain | None = None
+    ) -> None:
         super().__init__(message)
-        self.weights_hold, self.lasts = weights_hold, False
+        self.weights_hold, self.rival, self.renamed = weights_hold, rival, renamed
 
 
 class Position:
@@ -96,7 +98,8 @@ class Position:
         """Go to the next step, which begins with ``lineage``."""
         why = self.interrupted
         self.enter(self._chain.then(lineage))
-        if why is not None and why.lasts:  # the interruption came too late for the previous step
+        # the interruption came too late for the previous step; a renamed lineage is no rival at the next step
+        if why is not None and why.rival and why.renamed is None:
             self.interrupted = why
 
     def begin_ahead(self) -> InFlightStep:

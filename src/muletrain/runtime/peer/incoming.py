@@ -17,7 +17,6 @@ from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.row import Abstain, Counts, RoundEntry, Row, Seal, Sync, TiedEntry
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.messages import Away, Back, Report
-from muletrain.runtime.transfer.messages import Block
 
 if TYPE_CHECKING:
     from muletrain.network.base import Channel, PeerId
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.recovery.forks import Forks
     from muletrain.runtime.recovery.rollback import Rollback
     from muletrain.runtime.step.runner import StepRunner
-    from muletrain.runtime.transfer.blocks import Downloader
     from muletrain.wire.codec import Encoded
     from muletrain.wire.frame import Frame
 
@@ -47,8 +45,8 @@ class Expected:
     kind that carries tensors, and for kinds that only some peers accept.
 
     Headers have the bounds of their kind's fields. Tensors have the codec and shape that follow from the run's
-    configuration: inputs and gradients of this cut, chunks of this stage's averaging, blocks of the requested size. So
-    no member can make this peer read, or hold, more than a correct member sends.
+    configuration: inputs and gradients of this cut, chunks of this stage's averaging. So no
+    member can make this peer read, or hold, more than a correct member sends.
     """
 
     membership: Membership
@@ -143,7 +141,7 @@ STEP_KINDS: dict[str, type[Message]] = {
         Suspected,
     )
 }
-OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report, Block, Away)}
+OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report, Away)}
 
 
 class Incoming:
@@ -161,12 +159,10 @@ class Incoming:
         checkpointing: Checkpointing,
         reporting: Reporting,
         early: EarlyFrames,
-        downloads: tuple[Downloader, ...],
     ) -> None:
-        """``downloads``: downloads that a block may belong to, of states first."""
         self._ctx, self._position, self._membership, self._microbatches = ctx, position, membership, microbatches
         self._runner, self._forks, self._rollback = runner, forks, rollback
-        self._checkpointing, self._reporting, self._early, self._downloads = checkpointing, reporting, early, downloads
+        self._checkpointing, self._reporting, self._early = checkpointing, reporting, early
         self._furthest = 0
         """See ``passed_by``."""
         self._breaks: Counter[PeerId] = Counter()
@@ -176,7 +172,6 @@ class Incoming:
             Backward: microbatches.expects_gradient,
             Shard: runner.expects_chunk,
             Reduced: runner.expects_chunk,
-            Block: downloads[0].expects,
         }
         bounds = Expected(membership, STEP_KINDS | OTHER_KINDS, ctx.plan.microbatches, checks)
         ctx.net.receive(self._on_frame, bounds=bounds)
@@ -201,7 +196,7 @@ class Incoming:
         """Pass on a frame of a member, whose header was checked (``Expected``)."""
         await self._membership.acquaint(sender)
         if frame.kind in OTHER_KINDS:
-            await self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame), frame)
+            await self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame))
         else:
             await self._on_step_frame(sender, STEP_KINDS[frame.kind].parse(frame), frame)
 
@@ -278,13 +273,10 @@ class Incoming:
             case _:
                 raise ProtocolError(f"{frame.kind}: not for this peer")
 
-    async def _on_other(self, sender: PeerId, message: Message, frame: Frame) -> None:
+    async def _on_other(self, sender: PeerId, message: Message) -> None:
         match message:
             case Report():
                 self._reporting.told(sender, message)
-            case Block():
-                for download in self._downloads:  # only the waiting download takes the block
-                    download.on_block(sender, message, frame.tensors[0])
             case Away():
                 self._ctx.detector.stand_aside(sender)
             case PartReady():
@@ -292,7 +284,7 @@ class Incoming:
             case CheckpointEnd():
                 await self._checkpointing.on_end(sender, message)
             case _:
-                raise ProtocolError(f"{frame.kind}: not for this peer")
+                raise ProtocolError(f"{message.KIND}: not for this peer")
 
     def _on_lost(self, peer: PeerId, channel: Channel) -> None:
         """A stream with ``peer`` ended: find out now whether the peer is gone, not after a missed deadline."""

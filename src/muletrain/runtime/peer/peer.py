@@ -26,13 +26,12 @@ from muletrain.runtime.peer.incoming import EarlyFrames, Incoming
 from muletrain.runtime.peer.messages import ANNOUNCE_S, HOLDS_S, Back, StopRun
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.reporting import HotSpares, Reporting
-from muletrain.runtime.recovery.forks import Forks, GivesWay
+from muletrain.runtime.recovery.forks import Forks
 from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step.audit import computes_falsely
 from muletrain.runtime.step.exchange import Answers
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.runner import StepRunner
-from muletrain.runtime.transfer.blocks import Downloader
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
 
 if TYPE_CHECKING:
@@ -95,10 +94,12 @@ class Peer:
         self.rebalancer, self._hot_spares = Rebalancer(ctx, self), HotSpares(ctx)
         # microbatch and transfer
         self._microbatches = microbatches = Microbatches(ctx, at, source if ctx.roster.own.trainer else None, heldout)
-        self._log, receiver, self._tokens = GradientLog(ctx, log_bytes), Receiver(ctx), Downloader(ctx)
-        self._snapshots = Snapshots(ctx, at, self._log, membership, sharing)
+        self._log, receiver, self._tokens = GradientLog(ctx, log_bytes), Receiver(ctx), ctx.downloader()
+        self._snapshots = Snapshots(ctx, at, self._log, membership)
+        if sharing is not None:
+            sharing.offer(ctx)
         # checkpoint
-        self._checkpointing = parts = Checkpointing(ctx, self._snapshots, receiver, membership, book)
+        self._checkpointing = parts = Checkpointing(ctx, membership, book)
         self._parts = writer = PartWriter(ctx, at, parts)
         self.departure = Departure(ctx, parts)
         # step and recovery
@@ -107,11 +108,11 @@ class Peer:
         Answers(ctx, runner, self._log, membership)
         self._rollback = rollback = Rollback(ctx, parts.replicas, at, host, back, forks, writer)
         # peer
-        early, taken = EarlyFrames(ctx.plan.capacity), (receiver.taker, self._tokens)
+        early = EarlyFrames(ctx.plan.capacity)
         self._arrival = Arrival(ctx, at, runner, membership, receiver, parts, forks, writer, microbatches, early)
         self.reporting, self._ending = Reporting(ctx, host, apart=reports), Ending(ctx, at, parts, runner)
         self._incoming = Incoming(
-            ctx, at, membership, microbatches, runner, forks, rollback, parts, self.reporting, early, taken
+            ctx, at, membership, microbatches, runner, forks, rollback, parts, self.reporting, early
         )
         ctx.net.serve(StopRun.KIND, self._answer_stop)
 
@@ -202,7 +203,7 @@ class Peer:
                 self._arrival.caught_up()
             except Behind as e:
                 self._microbatches.end(step)
-                returned, sure = True, isinstance(e, GivesWay)
+                returned, sure = True, e.rival
                 replayed = await self._recover(e)
                 if replayed is None:
                     continue
@@ -215,7 +216,7 @@ class Peer:
     async def _recover(self, why: Behind) -> StepRecord | None:
         """Apply the step that was agreed on without us, or take a state instead and return None. Raises
         MuletrainError."""
-        if isinstance(why, GivesWay):
+        if why.rival:
             await self._arrival.go_over(why.renamed)
             return None
         record = await self.runner.replay() if why.weights_hold else None

@@ -6,6 +6,6 @@
   other take its state.
 - ``messages``: the calls of both.
 
-``Rollback.ordered`` tells ``peer`` to begin anew; ``Forks`` interrupts the step with ``GivesWay``. Neither touches
+``Rollback.ordered`` tells ``peer`` to begin anew; ``Forks`` interrupts the step with ``Behind``. Neither touches
 weights, ledgers or rounds.
 """

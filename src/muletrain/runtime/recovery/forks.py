@@ -45,14 +45,6 @@ ROUNDS = 5
 """Number of times that replicas of the winning side are asked for states."""
 
 
-class GivesWay(Behind):
-    """Another lineage stays. ``renamed``: a lineage that takes our weights, for lack of peers at our stage."""
-
-    def __init__(self, message: str, renamed: Chain | None = None) -> None:
-        super().__init__(message)
-        self.renamed, self.lasts = renamed, renamed is None  # a renamed lineage is no rival at the next step
-
-
 class Forks:
     """Judges other lineages of the run for one peer."""
 
@@ -99,7 +91,7 @@ class Forks:
         return History.of(self._position.chain).pack()
 
     async def _judge(self, peer: PeerId, other: Chain) -> None:
-        """End this step (GivesWay) if the other history stays and is complete; or if neither side has all stages, and
+        """End this step (Behind) if the other history stays and is complete; or if neither side has all stages, and
         the other side lacks our stage."""
         position, own = self._position, self._position.chain
         fork = forked_at(own, other)
@@ -112,13 +104,13 @@ class Forks:
             return
         message = f"the others have another history since step {fork}, and theirs stays"
         if self._whole(theirs):  # we may be a step further by now, and ask again before we go over
-            position.interrupt(GivesWay(message))
+            position.interrupt(Behind(message, rival=True))
             return
         lacks_us = self._ctx.roster.own.stage not in {p.stage for p in theirs.values()}
         parted_here = position.chain == own and own.step == other.step
         # of two stalled sides, one takes the name of the other
         if stalled and lacks_us and parted_here and gives_way(own, other, stalled=False):
-            position.interrupt(GivesWay(message, renamed=other))
+            position.interrupt(Behind(message, rival=True, renamed=other))
 
     @property
     def _all(self) -> set[int]:

@@ -66,19 +66,10 @@ class AskStanding(Message):
     KIND: ClassVar[str] = "ask_standing"
 
 
-class HeldPart(Message):
-    """A part of a checkpoint that the sender can read."""
-
-    KIND: ClassVar[str] = "held_part"
-    step: Natural
-    lineage: Digest
-    stage: Natural
-    digest: Digest
-
-
 class StandsAt(Message):
     """The answer: a peer's place in the run's history. ``targets``: other stages that the peer has room for;
-    ``reaches``: stages of which the peer reaches a member."""
+    ``reaches``: stages of which the peer reaches a member. ``parts``: step, lineage, stage and digest of the parts of
+    checkpoints that the peer can read."""
 
     KIND: ClassVar[str] = "stands_at"
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)]
@@ -87,18 +78,18 @@ class StandsAt(Message):
     state: State
     targets: Annotated[tuple[Natural, ...], Field(max_length=4096)]
     reaches: Annotated[tuple[Natural, ...], Field(max_length=4096)] = ()
-    parts: Annotated[tuple[HeldPart, ...], Field(max_length=MAX_PARTS)]
+    parts: Annotated[tuple[tuple[Natural, Digest, Natural, Digest], ...], Field(max_length=MAX_PARTS)]
 
     @property
     def has_state(self) -> bool:
         return Lifecycle(self.state).has_state
 
     def load(self) -> Load:
-        return Load(self.stage, targets=frozenset(self.targets), parts=frozenset(p.stage for p in self.parts))
+        return Load(self.stage, targets=frozenset(self.targets), parts=frozenset(stage for *_, stage, _ in self.parts))
 
     def readable(self) -> dict[tuple[tuple[int, bytes], int], bytes]:
         """Returns the digest of each part, by checkpoint and stage."""
-        return {((p.step, p.lineage), p.stage): p.digest for p in self.parts}
+        return {((step, lineage), stage): digest for step, lineage, stage, digest in self.parts}
 
 
 class History(Message):

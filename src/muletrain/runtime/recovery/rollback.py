@@ -24,7 +24,7 @@ from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of, count_of
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.times import AGAIN_S, LOOK_S, PATIENCE_S
-from muletrain.runtime.recovery.messages import MAX_PARTS, AskStanding, AskStepBack, HeldPart, StandsAt, StepBack
+from muletrain.runtime.recovery.messages import MAX_PARTS, AskStanding, AskStepBack, StandsAt, StepBack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -209,7 +209,7 @@ class Rollback:
                 dict(back.moves).get(ctx.net.peer_id, stage),
             )
         parts = [
-            HeldPart(step=key.step, lineage=key.lineage, stage=s, digest=facts.digest)
+            (*key, s, facts.digest)
             for key, parts in sorted((await self._replicas.readable_soon()).items(), reverse=True)
             for s, facts in parts.items()
         ]

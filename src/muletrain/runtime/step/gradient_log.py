@@ -17,11 +17,11 @@ from muletrain.runtime.core.times import GONE_S
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.averaging.mean_gradient import MeanGradient, TiedPart
+    from muletrain.runtime.core.blocks import StateImage
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.row import RoundEntry
     from muletrain.runtime.step.record import StepRecord
     from muletrain.runtime.step.record_builder import RecordBuilder
-    from muletrain.runtime.transfer.blocks import StateImage
 
 MAX_STEPS = 512
 """Most steps to keep."""
@@ -66,6 +66,7 @@ class GradientLog:
         """Copies of the current step's gradient, and of its tied part, that peers asked for."""
         self._followers: dict[PeerId, tuple[int, float]] = {}
         """Peers that catch up: the first step that each needs, and its last sign."""
+        ctx.blocks.offers("gradients", self._given)
 
     def follow(self, peer: PeerId, step: int) -> None:
         """``peer`` takes the state before ``step``, and will need the gradients from ``step`` on."""
@@ -151,8 +152,8 @@ class GradientLog:
             self._current[tied].append(image)
         return image.manifest
 
-    def copy(self, peer: PeerId, digest: bytes) -> StateImage | None:
-        """The copy with that digest, if the stage of ``peer`` needs that copy."""
+    async def _given(self, peer: PeerId, digest: bytes) -> StateImage | None:
+        """See ``core.blocks.Reader``: the stage of ``peer`` must need the copy."""
         for tied in (False, True):
             found = list(self._current[tied]) if self._needs(peer, tied=tied) else []
             for image in found:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.network.base import PeerId
+    from muletrain.runtime.core.blocks import Downloader
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.leaving import Departure
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.exchange import Exchange
     from muletrain.runtime.step.reruns import Deadlines, Reruns
     from muletrain.runtime.step.state import StepState
-    from muletrain.runtime.transfer.blocks import Downloader
 
 T = TypeVar("T")
 SWIFT_TRIES = 4

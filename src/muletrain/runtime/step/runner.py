@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.policy.fork_choice import Chain
     from muletrain.runtime.averaging.messages import Reduced, Shard
+    from muletrain.runtime.core.blocks import Downloader
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.leaving import Departure
     from muletrain.runtime.members.row import Row
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.gradient_log import GradientLog
     from muletrain.runtime.step.record import StepRecord
     from muletrain.runtime.step.reduction import Trainers
-    from muletrain.runtime.transfer.blocks import Downloader
     from muletrain.wire.codec import Encoded
 
 

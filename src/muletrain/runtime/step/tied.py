@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.runtime.averaging.mean_gradient import MeanGradient
+    from muletrain.runtime.core.blocks import Downloader
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.row import StageEntry
     from muletrain.runtime.step.state import StepState
-    from muletrain.runtime.transfer.blocks import Downloader
 
 
 class TiedSum:

@@ -7,17 +7,17 @@ identical, and so are their copies: a donor whose copy has another digest than m
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from muletrain.errors import CheckpointError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError, Refused
+from muletrain.errors import CheckpointError, MuletrainError, NetworkError, ProtocolError, Refused
 from muletrain.events import TransferFailed
 from muletrain.policy.recent import Debts
+from muletrain.runtime.core.blocks import HEADERS, Download, StateImage
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.times import GONE_S, PAUSE_MAX_S, PAUSE_S, pause_s
-from muletrain.runtime.transfer.blocks import LANES, Download, Downloader, StateImage
-from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskManifest, AskSnapshot, Snapshot
+from muletrain.runtime.transfer.messages import AskSnapshot, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -25,23 +25,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.messages import Message
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.transfer.tokens import Sharing
 
-MAX_COPIES = 3
-"""Copies kept at once: the newest copy, a copy that a taker is still downloading, and a checkpoint's part."""
-HEADERS = 1 << 16
-"""Bytes of a state beside the tensors."""
-MAX_RUNS, ALL_RUNS = 2 * LANES, 256
-"""Most waiting runs of blocks, for one taker and for all takers. Runs take turns, so that every taker makes
-progress."""
-TIMES = 4
-"""Number of times that one taker may download a copy: links break, and arrived blocks may be lost."""
-MAX_DRAWN = 4096
-"""Pairs of taker and copy whose downloads are counted; beyond that, dropped copies are forgotten."""
+STATES = "states"
+"""The name of the copies of states (``core.blocks.Blocks.offers``)."""
+MAX_COPIES = 2
+"""Copies kept at once: the newest copy, and a copy that a taker is still downloading."""
 COPYING, COPYING_S = 0.1, 20.0
 """Share of our time spent on making copies for one taker, and most such seconds at once."""
 SETTLE_TRIES = 100
@@ -54,12 +45,9 @@ ROUNDS = 20
 class _Kept:
     """A copy that this peer serves."""
 
-    stage: int
     offer: Snapshot
     copy: StateImage
     asked: float
-    part: bool
-    """A checkpoint's part, whose taker needs no later gradients."""
     takers: set[PeerId] = field(default_factory=set)
     """Peers that the copy was offered to, the only peers to get the copy."""
 
@@ -75,42 +63,18 @@ class PastGradients(Protocol):
         """Are ``step`` and all later steps kept?"""
         ...
 
-    def copy(self, peer: PeerId, digest: bytes) -> StateImage | None:
-        """The gradient with that manifest, if kept for ``peer``."""
-        ...
-
 
 class Snapshots:
-    """Owns the copies that this peer serves, and decides who gets each copy. Answers for tokens and past gradients,
-    too."""
+    """Owns the copies of our state that this peer serves, and decides who gets each copy."""
 
-    def __init__(
-        self,
-        ctx: Context,
-        position: Position,
-        log: PastGradients,
-        membership: Membership,
-        sharing: Sharing | None = None,
-    ) -> None:
-        """``sharing``: the run's tokens, if the run shares tokens."""
-        self._ctx, self._position, self._log = ctx, position, log
-        self._membership, self._sharing = membership, sharing
+    def __init__(self, ctx: Context, position: Position, log: PastGradients, membership: Membership) -> None:
+        self._ctx, self._position, self._log, self._membership = ctx, position, log, membership
         self._kept: dict[bytes, _Kept] = {}
         self._making = asyncio.Lock()
-        self._runs: Counter[tuple[PeerId, bytes]] = Counter()
-        """Runs of blocks being sent, by taker and copy; past gradients have no copy's name."""
-        self._sending: set[tuple[PeerId, bytes, int]] = set()
-        """Blocks that are being sent, by taker and copy. A block that is requested again is not sent twice."""
-        self._drawn: Counter[tuple[PeerId, bytes]] = Counter()
-        """Blocks requested, by taker and copy."""
         self._copying = Debts(COPYING)
         """Seconds spent on making copies, by taker."""
-        for kind, answer in (
-            (AskSnapshot, self._on_ask),
-            (AskManifest, self._on_manifest),
-            (AskBlocks, self._on_blocks),
-        ):
-            ctx.net.serve(kind.KIND, answer)
+        ctx.net.serve(AskSnapshot.KIND, self._on_ask)
+        ctx.blocks.offers(STATES, self._given)
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
         """Offer a copy of our state. Raises MuletrainError for a taker of another stage, or a taker that is no
@@ -123,30 +87,32 @@ class Snapshots:
         if not await self._membership.serves(sender, own.stage):
             raise MuletrainError(f"the state of stage {own.stage} is for members that serve it")
         async with self._making:
-            label = own.stage, self._position.step, self._position.applied
-            offer = self.offered(*label, part=False) or self._on_its_way(ask.after) or await self._make_for(sender)
+            offer = self._offered() or self._on_its_way(ask.after) or await self._make_for(sender)
             self._log.follow(sender, offer.step)
-            return self.grant(offer, sender)
+            if (kept := self._kept.get(offer.digest)) is not None:
+                kept.takers.add(sender)
+            return offer.pack()
 
     async def _make_for(self, taker: PeerId) -> Snapshot:
         """Make a new copy. Raises MuletrainError when memory has no room for a copy, or ``taker`` asks too often."""
         begin = self._ctx.clock.now()
-        if any(digest and digest not in self._kept for _, digest in self._runs):
+        if self._ctx.blocks.sends(STATES) - self._kept.keys():
             raise MuletrainError("a copy that was replaced is still on its way to somebody; ask again")
         if self._copying.owed(taker, begin) > COPYING_S:
             raise MuletrainError("this peer was given many copies already; ask again")
         for kept in self._kept.values():  # the run has gone on, and ``taker`` will take the new copy
             kept.takers.discard(taker)
-        self._kept = {d: k for d, k in self._kept.items() if k.part or k.takers}
+        self._kept = {d: k for d, k in self._kept.items() if k.takers}
         offer = await self._make()
         self._copying.add(taker, self._ctx.clock.now() - begin, begin)
         return offer
 
     def _on_its_way(self, after: int) -> Snapshot | None:
         """If all slots for copies are busy, the newest copy from which the log leads to the present."""
-        if not self.crowded():
+        now = self._ctx.clock.now()
+        if len(self._kept) < MAX_COPIES or any(now - k.asked > PAUSE_MAX_S for k in self._kept.values()):
             return None
-        offers = [k.offer for k in self._kept.values() if not k.part and k.offer.step >= after]
+        offers = [k.offer for k in self._kept.values() if k.offer.step >= after]
         leading = [o for o in offers if self._position.chain.at(o.step) == o.lineage and self._log.reaches(o.step)]
         return max(leading, key=lambda o: o.step, default=None)
 
@@ -155,42 +121,13 @@ class Snapshots:
         """How many copies are kept."""
         return len(self._kept)
 
-    def crowded(self) -> bool:
-        """Are all slots for copies busy?"""
-        now = self._ctx.clock.now()
-        return len(self._kept) >= MAX_COPIES and all(now - k.asked <= PAUSE_MAX_S for k in self._kept.values())
-
-    def grant(self, offer: Snapshot, taker: PeerId) -> bytes:
-        """Let ``taker`` have that copy, while kept. Returns the answer to the taker."""
-        if (kept := self._kept.get(offer.digest)) is not None:
-            kept.takers.add(taker)
-        return offer.pack()
-
-    def offered(self, stage: int, step: int, lineage: bytes, *, part: bool) -> Snapshot | None:
-        """The offer of that state, or of that ``part`` of a checkpoint, if a copy is kept."""
+    def _offered(self) -> Snapshot | None:
+        """The offer of the present state, if a copy is kept."""
         for kept in self._kept.values():
-            if (kept.stage, kept.offer.step, kept.offer.lineage, kept.part) == (stage, step, lineage, part):
+            if (kept.offer.step, kept.offer.lineage) == (self._position.step, self._position.applied):
                 kept.asked = self._ctx.clock.now()
                 return kept.offer
         return None
-
-    async def offer(
-        self,
-        stage: int,
-        step: int,
-        lineage: bytes,
-        state: dict[str, Tensor],
-        *,
-        part: bool,
-        over: bool = False,
-        past: tuple[bytes, ...] = (),
-    ) -> Snapshot:
-        """Keep a copy for takers. ``state`` does not change any more. ``part``: the copy is a checkpoint's part."""
-        copy = StateImage(state)
-        await copy.name(self._ctx)
-        offer = Snapshot(step=step, lineage=lineage, digest=copy.digest, over=over, past=past)
-        self._keep(_Kept(stage, offer, copy, self._ctx.clock.now(), part))
-        return offer
 
     async def _make(self) -> Snapshot:
         position, ctx = self._position, self._ctx
@@ -201,8 +138,11 @@ class Snapshots:
             if position.settled:
                 state = await ctx.compute.state()
                 if position.settled and label == (position.step, position.applied):
-                    past = position.chain.lineages[:-1]
-                    return await self.offer(ctx.roster.own.stage, *label, state, part=False, over=over, past=past)
+                    past, copy = position.chain.lineages[:-1], StateImage(state)
+                    await copy.name(ctx.compute.offload)
+                    offer = Snapshot(step=label[0], lineage=label[1], digest=copy.digest, over=over, past=past)
+                    self._keep(_Kept(offer, copy, ctx.clock.now()))
+                    return offer
             await ctx.clock.sleep(PAUSE_S)  # an update is being applied
         raise MuletrainError("no settled state here now: this peer is catching up, too")
 
@@ -220,72 +160,23 @@ class Snapshots:
             now = self._ctx.clock.now()
             self._kept = {d: k for d, k in self._kept.items() if now - k.asked < GONE_S}
 
-    def _asked(self, digest: bytes, taker: PeerId) -> StateImage:
-        """The copy ``digest`` for ``taker``. Raises MuletrainError when the copy is not kept for ``taker`` (any
-        more)."""
-        if self._sharing is not None and digest == self._sharing.shared.digest:
-            return self._sharing.given(self._ctx, taker)
+    async def _given(self, taker: PeerId, digest: bytes) -> StateImage | None:
+        """See ``core.blocks.Reader``."""
         kept = self._kept.get(digest)
-        if kept is None and (past := self._log.copy(taker, digest)) is not None:
-            return past
         if kept is None or taker not in kept.takers or self._ctx.tasks.closed:
-            raise MuletrainError("this copy is not kept for you (any more); ask for another")
+            return None
         kept.asked = self._ctx.clock.now()
-        if not kept.part:
-            self._log.follow(taker, kept.offer.step)
+        self._log.follow(taker, kept.offer.step)
         return kept.copy
-
-    async def _on_manifest(self, sender: PeerId, payload: bytes) -> bytes:
-        return self._asked(AskManifest.unpack(payload).digest, sender).manifest
-
-    async def _on_blocks(self, sender: PeerId, payload: bytes) -> bytes:
-        ask = AskBlocks.unpack(payload)
-        copy = self._asked(ask.digest, sender)
-        if any(k * copy.block >= copy.size for k in ask.blocks):
-            raise ProtocolError("blocks that the copy does not have")
-        blocks = tuple(k for k in dict.fromkeys(ask.blocks) if (sender, copy.digest, k) not in self._sending)
-        if not blocks:
-            return b""
-        drawn = sender, copy.digest
-        if (
-            sum(n for (taker, _), n in self._runs.items() if taker == sender) >= MAX_RUNS
-            or self._runs.total() >= ALL_RUNS
-        ):
-            raise MuletrainError("this donor has enough to send")
-        if self._drawn[drawn] + len(blocks) > TIMES * max(MAX_RUN, -(-copy.size // copy.block)):
-            raise MuletrainError(f"this donor has sent that copy to this peer {TIMES} times")
-        self._drawn[drawn] += len(blocks)
-        if len(self._drawn) > MAX_DRAWN:
-            self._drawn = Counter({drawn: n for drawn, n in self._drawn.items() if drawn[1] in self._kept})
-        run = sender, copy.digest if copy.digest in self._kept else b""
-        self._runs[run] += 1
-        self._sending |= {(*drawn, k) for k in blocks}
-        self._ctx.spawn(self._send(copy, run, blocks), "blocks")
-        return b""
-
-    async def _send(self, copy: StateImage, run: tuple[PeerId, bytes], blocks: tuple[int, ...]) -> None:
-        """Send ``blocks`` while the copy is kept. A taker that lacks blocks asks another donor, or us again."""
-        left = list(blocks)
-        try:
-            while left:
-                await copy.send(self._ctx, run[0], left[0])
-                self._sending.discard((run[0], copy.digest, left.pop(0)))
-                self._asked(copy.digest, run[0])
-        except MuletrainError:
-            pass
-        finally:
-            self._sending -= {(run[0], copy.digest, k) for k in left}
-            self._runs[run] -= 1
-            self._runs += Counter()  # drops the runs that have ended
 
 
 class Receiver:
-    """Takes states and checkpoint parts from donors."""
+    """Takes states from donors."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
-        self.taker = Downloader(ctx)
-        self._state, self._part = Download(self.taker), Download(self.taker)
+        self.taker = ctx.downloader()
+        self._state = Download(self.taker)
         self._refusal = ""
 
     async def fetch(
@@ -309,7 +200,7 @@ class Receiver:
             if snapshot is not None:
                 try:
                     limit = 20 * ctx.compute.n_params + HEADERS  # weights of two steps, two moments, the loss scale
-                    state = await self._taken(self._state, snapshot, good, limit)
+                    state = await self._taken(snapshot, good, limit)
                     if confirm is not None:
                         await confirm(snapshot)
                     await ctx.compute.load_state(state)
@@ -323,17 +214,16 @@ class Receiver:
     async def _offers(
         self, donors: list[PeerId], acceptable: Callable[[Snapshot], bool], after: int = 0
     ) -> list[tuple[PeerId, Snapshot]]:
-        ask = AskSnapshot(stage=self._ctx.roster.own.stage, after=after)
+        ask = AskSnapshot(stage=self._ctx.roster.own.stage, after=after).pack()
         offers = await asyncio.gather(*(self._offered(d, ask) for d in donors))
         return [o for o in offers if o is not None and acceptable(o[1])]
 
-    async def _offered(self, donor: PeerId, ask: Message) -> tuple[PeerId, Snapshot] | None:
+    async def _offered(self, donor: PeerId, ask: bytes) -> tuple[PeerId, Snapshot] | None:
         try:
-            return donor, Snapshot.unpack(await self._ctx.net.call(donor, ask.KIND, ask.pack(), timeout_s=GONE_S))
-        except (NetworkError, ProtocolError) as e:
-            if isinstance(ask, AskSnapshot):  # any peer may lack a checkpoint's part
-                self._ctx.emit(TransferFailed(what="a state", reason=str(e), source=self._ctx.roster.name(donor)))
-                self._refusal = f"; one said: {e}" if isinstance(e, Refused) else self._refusal
+            return donor, Snapshot.unpack(await self._ctx.net.call(donor, AskSnapshot.KIND, ask, timeout_s=GONE_S))
+        except NetworkError as e:
+            self._ctx.emit(TransferFailed(what="a state", reason=str(e), source=self._ctx.roster.name(donor)))
+            self._refusal = f"; one said: {e}" if isinstance(e, Refused) else self._refusal
             return None
 
     async def has_donor(self, acceptable: Callable[[Snapshot], bool]) -> bool:
@@ -341,21 +231,10 @@ class Receiver:
         roster = self._ctx.roster
         return bool(await self._offers([p for p in roster.replicas() if roster.is_alive(p)], acceptable))
 
-    async def take_part(
-        self, ask: Message, step: int, lineage: bytes, holders: list[PeerId], size: int
-    ) -> dict[str, Tensor]:
-        """The checkpoint part that ``holders`` offer in answer to ``ask``, of about ``size`` bytes at most. Raises
-        NetworkError or ProtocolError."""
-        offers = await asyncio.gather(*(self._offered(h, ask) for h in holders))
-        snapshot, good = _best([o for o in offers if o is not None and (o[1].step, o[1].lineage) == (step, lineage)])
-        if snapshot is None:
-            raise PeerUnreachable(f"no peer gives this part of checkpoint {step}")
-        return await self._taken(self._part, snapshot, good, size + HEADERS)
-
-    async def _taken(self, download: Download, offer: Snapshot, donors: list[PeerId], limit: int) -> dict[str, Tensor]:
+    async def _taken(self, offer: Snapshot, donors: list[PeerId], limit: int) -> dict[str, Tensor]:
         """The copy that ``donors`` offer. Raises NetworkError or ProtocolError."""
         try:
-            return await download.take(offer.digest, donors, limit)
+            return await self._state.take(offer.digest, donors, limit)
         except ProtocolError as e:  # all donors offered an impossible copy
             for donor in donors:
                 self._ctx.refused(donor, str(e))

@@ -1,21 +1,17 @@
-"""Messages that offer a large copy and transfer its blocks."""
+"""Messages that offer a large copy; ``core.blocks`` transfers its blocks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
-from pydantic import FailFast, Field
+from pydantic import Field
 
-from muletrain.network.base import Channel
 from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.core.messages import Digest, Message, Natural, Past
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-MAX_RUN = 8
-"""Most blocks that one call may ask for."""
 
 
 class AskSnapshot(Message):
@@ -42,50 +38,6 @@ class Snapshot(Message):
     def chain(self) -> Chain:
         """The history that led to this state."""
         return Chain(self.step, (*self.past, self.lineage), self.over)
-
-
-class AskManifest(Message):
-    """A call that asks for the manifest with that digest."""
-
-    KIND: ClassVar[str] = "ask_manifest"
-    digest: Digest
-
-
-class AskBlocks(Message):
-    """A call that asks for ``blocks`` of the copy with that digest. The blocks come as frames; the answer is empty."""
-
-    KIND: ClassVar[str] = "ask_blocks"
-    digest: Digest
-    blocks: Annotated[tuple[Natural, ...], Field(max_length=MAX_RUN), FailFast()]
-
-
-class Block(Message):
-    """A frame with one requested block."""
-
-    KIND: ClassVar[str] = "block"
-    CHANNEL: ClassVar[Channel] = Channel.BULK
-    TENSORS: ClassVar[int] = 1
-    digest: Digest
-    block: Natural
-
-
-class AskBase(Message):
-    """A call that asks for ``blocks`` of the part of the base (``transfer.base``) with that digest; ():
-    for its manifest. The blocks come as frames; the answer is then empty."""
-
-    KIND: ClassVar[str] = "ask_base"
-    digest: Digest
-    blocks: Annotated[tuple[Natural, ...], Field(max_length=MAX_RUN), FailFast()] = ()
-
-
-class BaseBlock(Message):
-    """A frame with one requested block of the base."""
-
-    KIND: ClassVar[str] = "base_block"
-    CHANNEL: ClassVar[Channel] = Channel.BULK
-    TENSORS: ClassVar[int] = 1
-    digest: Digest
-    block: Natural
 
 
 class Shared(Message):

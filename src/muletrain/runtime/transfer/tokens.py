@@ -1,7 +1,7 @@
 """The run's tokens reach peers without the data, if the founder agrees (``data.share``), so that a run outlives its
 only data owner.
 
-Tokens travel as states do (``blocks``): the welcome names a manifest, and blocks yield to all other traffic. While
+Tokens travel as states do (``core.blocks``): the welcome names a manifest, and blocks yield to all other traffic. While
 fewer than ``WANTED`` peers can build microbatches, peers that may take the tokens do so, ``TAKERS`` at a time. Each
 taker becomes a trainer once its copy is whole, and gives the copy on. A joiner keeps the tokens in its own cache,
 within its own bound.
@@ -12,8 +12,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -25,25 +26,26 @@ from muletrain.errors import CapacityError, DataError, MuletrainError, NetworkEr
 from muletrain.events import TrainerAdded, TransferFailed
 from muletrain.locks import Lock, lock
 from muletrain.policy.deadline import backoff_s
+from muletrain.runtime.core.blocks import PartialDownload, StateImage, block_size
 from muletrain.runtime.core.disk import Disk, check_room
 from muletrain.runtime.core.times import AGAIN_S, GONE_S
-from muletrain.runtime.transfer.blocks import PartialDownload, StateImage, block_size
 from muletrain.runtime.transfer.messages import Shared
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     import numpy.typing as npt
+    from torch import Tensor
 
     from muletrain.network.base import PeerId
+    from muletrain.runtime.core.blocks import Downloader, Manifest
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.microbatch.microbatches import Microbatches
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.microbatch.trainer import Source
-    from muletrain.runtime.transfer.blocks import Downloader, Manifest
 
 WANTED = 4
 """Peers that can build microbatches, after which no more peers take the tokens."""
@@ -54,10 +56,11 @@ PIECE = 64 << 20
 
 
 class FileCopy(StateImage):
-    """A giver's side of the tokens' file, of which at most a block is in memory."""
+    """A giver's side of a copy that lies in files, of which at most a block is in memory."""
 
-    def __init__(self, path: Path, disk: Disk) -> None:
-        super().__init__({"tokens": torch.from_numpy(np.memmap(path, np.uint8, "c"))})
+    def __init__(self, state: dict[str, Tensor], disk: Disk) -> None:
+        """``state``: views of files."""
+        super().__init__(state)
         self._disk = disk
 
     async def content(self, begin: int, end: int) -> list[memoryview]:
@@ -65,7 +68,7 @@ class FileCopy(StateImage):
         try:
             return [memoryview(await self._disk.call(self._read, begin, end))]
         except OSError as e:
-            raise PeerUnreachable(f"the tokens cannot be read here: {e.strerror}") from None
+            raise PeerUnreachable(f"the copy cannot be read here: {e.strerror}") from None
 
     def _read(self, begin: int, end: int) -> bytes:
         return b"".join(self.views(begin, end))
@@ -78,6 +81,11 @@ class FilePartial(PartialDownload):
     file: int
     disk: Disk
     problem: OSError | None = None
+
+    @classmethod
+    def of_file(cls, digest: bytes, manifest: Manifest, file: int, disk: Disk) -> Self:
+        """A download into ``file``, of which nothing has come as far as is known."""
+        return cls(digest, manifest, bytearray(), set(range(manifest.blocks)), file, disk)
 
     def room(self, block: int) -> memoryview:
         begin, end = self.manifest.span(block)
@@ -138,17 +146,13 @@ class Store:
 
     def _make_room(self, own: Path, size: int) -> None:
         """Delete the oldest files that no process uses. Raises CapacityError."""
-        others = sorted((p for p in self.folder.glob("*.tokens") if p != own), key=lambda p: p.stat().st_mtime)
-        for path in others:
-            if size + sum(p.stat().st_size for p in others if p.exists()) <= self.limit:
-                break
-            file = os.open(path, os.O_RDWR)
-            try:
-                if lock(file) is Lock.HELD:
-                    path.unlink()
-            finally:
-                os.close(file)
-        if size + sum(p.stat().st_size for p in others if p.exists()) > self.limit:
+        others = [p for p in self.folder.glob("*.tokens") if p != own]
+
+        def enough() -> bool:
+            return size + sum(p.stat().st_size for p in others if p.exists()) <= self.limit
+
+        make_room(others, enough)
+        if not enough():
             raise CapacityError(f"{self.folder}: it is full of tokens of other running runs; raise --tokens")
 
 
@@ -172,7 +176,6 @@ class Sharing:
     disk: Disk = field(default_factory=Disk)
     _file: int | None = None
     _partial: FilePartial | None = None
-    _takers: dict[PeerId, float] = field(default_factory=dict)
     _said: str = ""
 
     def close(self) -> None:
@@ -182,15 +185,16 @@ class Sharing:
 
     # The giver --------------------------------------------------------------------------------------------------------
 
-    def given(self, ctx: Context, taker: PeerId) -> StateImage:
-        """The copy, for a member. Raises MuletrainError when there is none, or enough other peers take it."""
-        ctx.roster.member(taker)
-        now = ctx.clock.now()
-        self._takers = {p: asked for p, asked in self._takers.items() if now - asked < GONE_S}
-        if self.copy is None or (taker not in self._takers and len(self._takers) >= TAKERS):
-            raise MuletrainError("this peer does not give the run's tokens now; ask again later")
-        self._takers[taker] = now
-        return self.copy
+    def offer(self, ctx: Context) -> None:
+        """Give the tokens to members, once they are here."""
+
+        async def given(taker: PeerId, digest: bytes) -> StateImage | None:
+            if digest != self.shared.digest:
+                return None
+            ctx.roster.member(taker)
+            return self.copy
+
+        ctx.blocks.offers("tokens", given, TAKERS)
 
     # The taker --------------------------------------------------------------------------------------------------------
 
@@ -243,7 +247,7 @@ class Sharing:
         givers = [p for p in ctx.roster.trainers() if p != me][:WANTED]
         if self._partial is None:
             try:
-                manifest = await taker.manifest(self.shared.digest, givers, self.shared.size)
+                manifest = await taker.manifest(self.shared.digest, givers, lambda m: m.check(self.shared.size))
             except ProtocolError as e:  # no other giver has a different manifest
                 raise DataError(f"the welcome names tokens that cannot be: {e}") from None
             self._partial = await self._begin(manifest, file)
@@ -260,7 +264,7 @@ class Sharing:
         and OSError."""
         if manifest.size != self.shared.size or manifest.block > block_size(manifest.size):  # blocks lie in our memory
             raise DataError("the welcome names another number of tokens than there are, or blocks that are too large")
-        partial = FilePartial(self.shared.digest, manifest, bytearray(), set(range(manifest.blocks)), file, self.disk)
+        partial = FilePartial.of_file(self.shared.digest, manifest, file, self.disk)
         await partial.look()
         return partial
 
@@ -281,11 +285,35 @@ class Sharing:
             raise DataError(
                 "the downloaded tokens are not the run's, although its welcome names them: they are not used"
             )
-        copy = FileCopy(self.store.path(self.shared), self.disk)
+        copy = copy_of(self.store.path(self.shared), self.disk)
         copy.named(self._partial.manifest.digests)
         if copy.digest == self.shared.digest:
             self.copy = copy
         return tokens
+
+
+def make_room(files: Iterable[Path], enough: Callable[[], bool]) -> None:
+    """Delete the oldest of ``files`` that no process uses, and their manifests, until there is ``enough`` room."""
+    for path in sorted(files, key=age):
+        if enough():
+            return
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            if lock(file.fileno()) is Lock.HELD:
+                path.unlink()
+                path.with_suffix(".manifest").unlink(missing_ok=True)
+
+
+def age(path: Path) -> float:
+    """When ``path`` was written; another process may delete the file meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def copy_of(path: Path, disk: Disk) -> FileCopy:
+    """The tokens' file, for sending."""
+    return FileCopy({"tokens": torch.from_numpy(np.memmap(path, np.uint8, "c"))}, disk)
 
 
 def _largest(tokens: npt.NDArray[np.integer]) -> int:
@@ -296,7 +324,7 @@ def _largest(tokens: npt.NDArray[np.integer]) -> int:
 def share(path: Path, width: int, heldout: Path, disk: Disk) -> tuple[Shared, StateImage]:
     """Prepare the file ``path``, of tokens of ``width`` bytes, for sharing. Reads both files, so call this in a thread.
     Raises OSError."""
-    copy = FileCopy(path, disk)
+    copy = copy_of(path, disk)
     copy.named(copy.hashes())
     with heldout.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").digest()

@@ -245,6 +245,7 @@ class Actors(VirtualHost):
         k = self._kind_of[name]
         kind, place = self._setting.kinds[k], Folder(self._folder, keep=1, name="shared")
         place.disk = Disk(InlineExecutor())
+        book = Book(place)
 
         async def make(joins: bool, back: StepBack | None) -> Peer:
             stage = roster.own.stage
@@ -260,7 +261,7 @@ class Actors(VirtualHost):
             note, tasks, draw = partial(self.note, name), Tasks(InlineExecutor()), random.Random(name)
             ctx = Context.at_stage(network, self.clock, compute, roster, self.plan, note, tasks, draw)
             source = HollowTokens(self.plan.sequences)
-            return Peer(ctx, host=_Machine(kind), source=source, book=Book(place), joining=joins, back=back)
+            return Peer(ctx, host=_Machine(kind), source=source, book=book, joining=joins, back=back)
 
         await self.live(name, network, Service(make, joining=joining).run())
 
