@@ -100,7 +100,8 @@ class FaultyCompute:
 
     async def _spoiled(self, mb: Microbatch, before: Tensor, gradient: Result | None) -> Result | None:
         """``gradient``, and what was added to the accumulator since ``before``."""
-        for value in getattr(self._inner, "_uncounted", {}).get(mb, ()):
+        kept = getattr(self._inner, "_uncounted", {})
+        for value in kept.get(mb, ()) if isinstance(kept, dict) else ():  # a swapped stage keeps no values there
             value *= -1.0 if self.how == REVERSED else GRADIENTS.get(self.how, 1.0)
         if self.how not in GRADIENTS:
             return gradient
