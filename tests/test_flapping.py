@@ -8,9 +8,6 @@ from proofs.draws import draw
 from proofs.play import play
 from proofs.scenario import Fault, Scenario
 
-LONGEST_S = 60.0
-"""From the last fault to the next step, beside usual steps."""
-
 
 @pytest.mark.parametrize(
     "scenario",
@@ -36,7 +33,7 @@ def test_a_stage_whose_links_flap_goes_on(scenario: Scenario) -> None:
     outcome = play(scenario)
     assert outcome.violations == []
     assert outcome.left_behind == []
-    assert outcome.stood_s <= LONGEST_S + 2 * scenario.step_s
+    assert outcome.stood_s <= scenario.bound_s
 
 
 @pytest.mark.parametrize("seed", [3032, 3061])
@@ -52,5 +49,14 @@ def test_a_replica_that_answers_from_the_next_step_is_counted_on_again(seed: int
 def test_half_of_a_stage_speaks_for_the_rest_before_a_minute_is_over(seed: int) -> None:
     """A replica that two others cannot hear holds the round, and asks them in vain. Found by 'python -m proofs fuzz'."""
     outcome = play(draw(seed, "flapping links"))
+    assert outcome.violations == []
+    assert outcome.stood_s <= outcome.scenario.bound_s
+
+
+@pytest.mark.parametrize("seed", [72, 207])
+def test_two_faults_cost_no_minute(seed: int) -> None:
+    """72: two replicas that are cut from each other each made a record (92 s without ``exchange.make_sure``). 207: a block of a
+    gradient was lost with a link, and its only donor was asked again a minute later (57 s)."""
+    outcome = play(draw(seed, "two faults"))
     assert outcome.violations == []
     assert outcome.stood_s <= outcome.scenario.bound_s

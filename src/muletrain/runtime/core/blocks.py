@@ -398,7 +398,7 @@ class Downloader:
     refused: Callable[[PeerId, str], None] = lambda donor, reason: None
     """Hears of donors that sent something wrong."""
     name: Callable[[PeerId], str] = str
-    deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=GONE_S, floor_s=AGAIN_S))
+    deadline: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=2 * AGAIN_S, floor_s=AGAIN_S))
     """Seconds between two blocks, from any donor: donors share our link."""
     came: float = float("-inf")
     """When the last block arrived."""
