@@ -15,6 +15,7 @@ from muletrain.optim.sketch import SIZE, sketch
 from muletrain.policy.deadline import Usual
 from muletrain.policy.outliers import alike
 from muletrain.policy.pool import OWN
+from muletrain.runtime.core.times import GONE_S
 from muletrain.runtime.pool.checks import Court
 from muletrain.runtime.pool.messages import Chunk, Wanted
 from muletrain.wire.codec import Encoded, decode
@@ -32,15 +33,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.pool.checks import Checks
     from muletrain.runtime.pool.parts import Parts
 
-STALLED_S = 60.0
-"""Seconds without another chunk, after which an accumulator is lost with its client, which may have a part to finish
-first."""
 CHECKED_S = 0.05
 """Seconds between two checks whether a client's results are still being verified."""
-
-
-class NothingLeft(MuletrainError):
-    """There is nothing to hand over (any more)."""
 
 
 class Lost(MuletrainError):
@@ -168,17 +162,16 @@ class Accumulators:
         try:
             async with self._turns:
                 await self._add(client, step)
-        except NothingLeft:
-            return
         except Lost as e:
             self._receiver.lose(client, str(e), again_at=OWN if e.here else None)
         finally:
             self.news.set()
 
     async def _add(self, client: PeerId, step: int) -> None:
-        """Fetch, check and add the accumulator of ``client``. Raises as ``fetch`` does."""
+        """Fetch, check and add the accumulator of ``client``, if there is any. Raises Lost."""
         generation = self.generation(step)
-        transfer = await self.fetch(client, generation, step)
+        if (transfer := await self.fetch(client, generation, step)) is None:
+            return
         verify, found = self._receiver.plan.verify > 0, np.zeros(SIZE)
         if verify:
             found = await self._inner.offload(sketch, transfer.values, self._receiver.seed(step))
@@ -212,13 +205,13 @@ class Accumulators:
                 self._pool.put_part(part, self._clock.now(), OWN, only=OWN)
             self._receiver.doubt(client)
 
-    async def fetch(self, client: PeerId, generation: int, step: int) -> Transfer:
+    async def fetch(self, client: PeerId, generation: int, step: int) -> Transfer | None:
         """Returns the accumulator of ``client``: the gradients that the client should have, and gradients that have
-        come to count meanwhile. Raises Lost and NothingLeft."""
+        come to count meanwhile. None: nothing is left to hand over, or the client is lost meanwhile. Raises Lost."""
         values = await self._inner.room(self._inner.n_trained)
         givings = self._parts.holders(step).get(client, set())
         if not givings:
-            raise NothingLeft
+            return None
         self._numbers += 1
         chunks = range(max(1, -(-self._inner.n_trained // self._receiver.plan.chunk)))
         ask = Wanted(generation=generation, step=step, transfer=self._numbers, givings=tuple(sorted(givings)))
@@ -226,7 +219,8 @@ class Accumulators:
         try:
             begin, together = self._clock.now(), len(self._transfers)
             self._receiver.wake(client)
-            await self._arrival(client, step, transfer)
+            if not await self._arrives(client, step, transfer):
+                return None
             self.each_s = (self._clock.now() - begin) / max(together, len(self._transfers))
         finally:
             if self._transfers.get(client) is transfer:
@@ -242,17 +236,17 @@ class Accumulators:
         transfer = self._transfers.get(client)
         return () if transfer is None or transfer.wanted.transfer <= handed else (transfer.wanted,)
 
-    async def _arrival(self, client: PeerId, step: int, transfer: Transfer) -> None:
-        """Wait for the whole transfer. Raises Lost, and NothingLeft if the client is lost meanwhile."""
+    async def _arrives(self, client: PeerId, step: int, transfer: Transfer) -> bool:
+        """Wait for the whole transfer. Returns False if the client is lost meanwhile. Raises Lost."""
         last, left = self._clock.now(), len(transfer.left)
         while transfer.left or transfer.contents is None:
             if transfer.problem:
-                raise NothingLeft
+                return False
             transfer.news.clear()
             begin = self._clock.now()
             if len(transfer.left) < left:
                 last, left = begin, len(transfer.left)
-            if (wait_s := last + STALLED_S - begin) <= 0:
+            if (wait_s := last + GONE_S - begin) <= 0:
                 raise Lost("its accumulator does not come")
             try:
                 await self._clock.deadline(transfer.news.wait(), min(wait_s, self._usual.seconds()), "an accumulator")
@@ -261,6 +255,7 @@ class Accumulators:
                     self._hedge(client, step)
                 continue
             self._usual.measured(self._clock.now() - begin)
+        return True
 
     def expects(self, client: PeerId, message: Chunk, tensors: list[Encoded]) -> None:
         """Check a chunk before reading. Raises ProtocolError."""

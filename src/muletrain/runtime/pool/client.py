@@ -7,8 +7,9 @@ import contextlib
 import random
 from typing import TYPE_CHECKING
 
-from muletrain.errors import MuletrainError, NetworkError, ProtocolError, Refused
-from muletrain.policy.deadline import Rests, backoff_s
+from muletrain.errors import NetworkError, PeerUnreachable, ProtocolError, Refused
+from muletrain.policy.deadline import Rests
+from muletrain.runtime.core.times import AGAIN_S, pause_s
 from muletrain.runtime.pool.messages import (
     FROM_SERVER,
     MAX_ROOM,
@@ -40,15 +41,8 @@ if TYPE_CHECKING:
 
 CUT_OFF_S = 10.0
 """Seconds without an answer from any server, after which our server has surely given us up."""
-PAUSE_S, PAUSE_MAX_S = 0.2, 5.0
-"""Seconds between two tries to find a server, the first time and at most; doubles until the client works for a
-server."""
 PATIENCE_S = 120.0
 """Seconds without a server, after which a client ends."""
-
-
-class _Left(MuletrainError):
-    """The server is gone, or does without us."""
 
 
 class Client:
@@ -137,27 +131,27 @@ class Client:
                 while await self._serve():
                     pass
                 break
-            except (_Left, NetworkError):
+            except NetworkError:
                 tries = 0 if self._worked else tries + 1
                 lost_at = lost_at if self._home is None else self._clock.now()
                 await self._leave()
             if self._clock.now() - lost_at > PATIENCE_S:
                 raise NoServer(f"no server of stage {self._compute.stage} answers for {PATIENCE_S:.0f} s")
-            await self._clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
+            await self._clock.sleep(pause_s(tries, AGAIN_S))
         await self._part_from(self._home, self._session)
         await self._leave()
 
     # A server ---------------------------------------------------------------------------------------------------------
 
     async def _enlist(self) -> None:
-        """Find the server of our stage with the greatest need. The weights come while it answers. Raises _Left if none
-        answers."""
+        """Find the server of our stage with the greatest need. The weights come while it answers. Raises PeerUnreachable if
+        none answers."""
         for server, state in await self._servers.by_need(but=self._weights.wrong):
             if not self._work.has(state.weights, state.steps):
                 self._weights.begin(state.weights, self._servers.known)
             with contextlib.suppress(NetworkError):
                 return await self._enlist_with(server)
-        raise _Left("no server answers")
+        raise PeerUnreachable("no server answers")
 
     async def _enlist_with(self, server: PeerId) -> None:
         """Raises NetworkError if the server does not take us; nothing has changed then."""
@@ -236,14 +230,14 @@ class Client:
         self._work.forget_forwards()
 
     async def _serve(self) -> bool:
-        """Work for our server. Returns True if we go on at another. Raises _Left when our server is gone."""
+        """Work for our server. Returns True if we go on at another. Raises PeerUnreachable when our server is gone."""
         home, calls = self._home, self._tasks.spawn(self._call(self._session), "calls")
         assert home is not None  # that we serve
         try:
             while not self._ended:
                 self._news.clear()
                 if self._home is None:
-                    raise _Left("the server does without us")
+                    raise PeerUnreachable("the server does without us")
                 current = self._wanted is not None and self._work.has(self._wanted, self._steps)
                 if self._wanted is not None and not current and self.version > self._sits_out:
                     self.moved = self._moves
@@ -308,7 +302,7 @@ class Client:
             gone = isinstance(answer, Refused | ProtocolError)
             if gone or (failed > 1 and (cut_off or await self._servers.states(but=home))):
                 return self._give_up(session)
-            await self._clock.sleep(backoff_s(failed, PAUSE_S, PAUSE_MAX_S))
+            await self._clock.sleep(pause_s(failed, AGAIN_S))
 
     async def _answer(self, home: PeerId) -> Answer | NetworkError:
         try:
@@ -324,7 +318,7 @@ class Client:
 
     async def _take_weights(self, digest: bytes, steps: tuple[int, ...]) -> None:
         """Return with our server's weights, or early if other weights are wanted, or if we sit the step out. Raises
-        _Left."""
+        PeerUnreachable."""
         self._work.forget_forwards(steps)
         if not self._rests.takes_part(worked=self._given):
             self._sits_out = self.version
@@ -338,14 +332,14 @@ class Client:
         if not wanted():
             return
         if values is None:
-            raise _Left("the weights did not come whole")
+            raise PeerUnreachable("the weights did not come whole")
         await self._work.load(values, digest, steps)
         self._call_again.set()
 
     async def _send(self, message: Message, tensors: list[Encoded] | None = None) -> None:
-        """Send to our server. Raises _Left and NetworkError."""
+        """Send to our server. Raises NetworkError."""
         if self._home is None:
-            raise _Left("there is no server")
+            raise PeerUnreachable("there is no server")
         await self._net.send(self._home, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_S)
 
     # What comes -------------------------------------------------------------------------------------------------------
@@ -407,7 +401,7 @@ class Client:
 
     async def _try_to_send(self, message: Result, tensors: list[Encoded]) -> None:
         """Send to our server. A server whose stream is lost asks what we have."""
-        with contextlib.suppress(NetworkError, _Left):
+        with contextlib.suppress(NetworkError):
             await self._send(message, tensors)
 
     async def _hand_over(self, ask: Wanted, session: int) -> None:
@@ -424,7 +418,7 @@ class Client:
                 contents = tuple(sorted(givings)) if chunk == 0 else ()
                 await self._send(Chunk(transfer=ask.transfer, chunk=chunk, givings=contents), [tensor])
             self._handed_over_s = self._clock.now() - begin
-        except (NetworkError, _Left):
+        except NetworkError:
             self._give_up(session)
         finally:
             self._handing_over -= 1
