@@ -324,10 +324,10 @@ class Roster:
         """Returns all members but ourselves and departed members, members that are down included."""
         return tuple(m.id for m in self.members() if m.id != self._own_id)
 
-    def spread(self, count: int, turn: int = 0) -> tuple[str, ...]:
-        """Returns ``count`` live peers, evenly spread, from the peer after us on: so every peer is in equally many such
-        choices. Each ``turn`` gives different peers, until all had a turn."""
-        others = self.others()
+    def spread(self, count: int, turn: int = 0, among: tuple[str, ...] | None = None) -> tuple[str, ...]:
+        """Returns ``count`` live peers (``among``: sorted), evenly spread, from the peer after us on: so every peer is in
+        equally many such choices. Each ``turn`` gives different peers, until all had a turn."""
+        others = self.others() if among is None else among
         after = bisect.bisect(others, self._own_id)
         chosen = min(count, len(others))
         return tuple(others[(after + turn + k * len(others) // chosen) % len(others)] for k in range(chosen))

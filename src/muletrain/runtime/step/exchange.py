@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +17,7 @@ from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
 from muletrain.runtime.averaging.messages import AskGradient
 from muletrain.runtime.core.times import AGAIN_S, GONE_S, LAG_S, pause_s
+from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.row import Abstain, Counts
 from muletrain.runtime.microbatch.position import Behind
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.record_builder import Attested
     from muletrain.runtime.step.state import StepState
 
+ASKED = 64
+"""Live replicas asked at once; in a larger stage more, so that all were asked before a wait is given up."""
 ANEW = 4
 """Times that a peer may begin to accumulate a step's microbatches, before that is no progress for our waits: the peer
 may lie."""
@@ -360,8 +364,8 @@ class Exchange:
             self._ctx.detector.mark_down(peer, f"it is still at step {row.step}", reached=True)
 
     async def ask_everyone(self) -> list[Row]:
-        """Ask all peers; in a large run our replicas and one peer of each other stage, another one the next time. Peers
-        that are down are asked, too, since a healed link does not announce itself, but are not waited for. Returns the
+        """Ask all peers; in a large run (some of) our replicas and one peer of each other stage, other ones the next time.
+        Peers that are down are asked, too, since a healed link does not announce itself, but are not waited for. Returns the
         answers of live peers."""
         roster, observed = self._ctx.roster, self._observed
         observed.asked_round += 1
@@ -369,8 +373,10 @@ class Exchange:
             self._ctx.spawn(self.find_out(peer), "ask after the dead")
         if self._state.size <= speakers.DIRECT:
             return await self._ask(roster.spread(speakers.DIRECT, observed.asked_round))
-        one_each = roster.one_of_each(observed.asked_round)
-        return await self._ask((*filter(roster.is_alive, roster.replicas()), *one_each))
+        replicas = tuple(filter(roster.is_alive, roster.replicas()))
+        count = max(ASKED, math.ceil(len(replicas) / (MAX_SILENCE - 1)))
+        some = roster.spread(count, observed.asked_round, replicas)
+        return await self._ask((*some, *roster.one_of_each(observed.asked_round)))
 
     async def ask_replicas(self, *, live: bool = False) -> list[Row]:
         """Ask all replicas (only the ``live`` ones), since a notice may be lost. Returns the answers."""
