@@ -37,7 +37,7 @@ class Member(Message):
 
 class Suspected(Message):
     """``peer`` does not answer the sender. The receivers ask ``peer``, too, before any need; no peer is marked down on
-    hearsay. As a call: the answer is empty unless the receiver counts on ``peer``."""
+    hearsay. As a call, about a replica of the sender: the answer is empty unless the receiver counts on ``peer``."""
 
     KIND: ClassVar[str] = "suspected"
     lineage: Digest

@@ -309,12 +309,14 @@ class Incoming:
         del self._breaks[peer]
 
     async def _hears(self, sender: PeerId, payload: bytes) -> bytes:
-        """Answer whether we count on a peer that ``sender`` does not hear, and find out whether we still hear it."""
+        """Answer whether we count on a replica of ``sender`` that ``sender`` does not hear, and find out whether we still
+        hear it."""
         await self._membership.acquaint(sender)
-        suspected, at = Suspected.unpack(payload), self._position
+        suspected, at, roster = Suspected.unpack(payload), self._position, self._ctx.roster
         self._ctx.detector.look_after(suspected.peer, at.lineage, at.step)
-        alive = self._ctx.roster.is_alive(suspected.peer)
-        return b"alive" if alive and branch_of(suspected.lineage) == branch_of(at.lineage) else b""
+        replica = roster.knows(suspected.peer) and roster.member(suspected.peer).stage == roster.member(sender).stage
+        counts = replica and roster.is_alive(suspected.peer) and branch_of(suspected.lineage) == branch_of(at.lineage)
+        return b"alive" if counts else b""
 
     async def _answer(self, sender: PeerId, payload: bytes) -> bytes:
         """Answer with our row. Raises MuletrainError while no peer should count on us."""
