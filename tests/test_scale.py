@@ -17,7 +17,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.members.messages import Member
+from muletrain.runtime.members.messages import Member, Suspected
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.members.row import Row, Sync
 from muletrain.runtime.microbatch.position import Position
@@ -231,3 +231,41 @@ def test_all_replicas_are_asked_what_they_know_before_a_wait_is_given_up(peers: 
 
     virtually(scenario(), 100.0)
     assert asked.keys() >= {m.id for m in members if m.stage == members[7].stage} - {"p007"}
+
+
+def test_of_many_lost_replicas_a_few_at_a_time_are_asked_after_and_none_votes_after_a_minute() -> None:
+    members = tuple(Member(id=f"p{k:03}", name=f"p{k}", stage=0, trainer=True, addresses=()) for k in range(40))
+    genesis = Genesis(
+        run_id="r", config=bytes(32), data=bytes(32), stages=1, members=members, coordinator="p000", first_step=0
+    )
+    asked: list[str] = []
+
+    async def hears(sender: str, payload: bytes) -> bytes:
+        asked.append(Suspected.unpack(payload).peer)
+        return b"alive"
+
+    async def scenario() -> None:
+        hub = MemoryHub()
+        nets = {m.id: hub.join(m.id) for m in members}
+        for net in nets.values():
+            net.serve(Suspected.KIND, hears)
+        plan = cast("Plan", SimpleNamespace(stages=1, microbatches=1, delayed=False, chunk=1, tied=None))
+        compute = cast("Any", SimpleNamespace(n_params=1, n_trained=1, offload=None))
+        ctx = Context(nets["p007"], LoopClock(), compute, Roster(genesis, "p007"), plan, emit=lambda event: None)
+        exchange, lost = runner_of(ctx).exchange, [f"p{k:03}" for k in range(10, 30)]
+        for peer in lost:
+            ctx.roster.mark_dead(peer, doubtful=True)
+        exchange.make_sure()
+        await asyncio.sleep(0.05)
+        assert len(set(asked)) == 8
+        assert {*lost} <= {*ctx.roster.voters(0)}
+        for _ in range(70):
+            await asyncio.sleep(1)
+            exchange.make_sure()
+        assert ctx.roster.doubted() == ()
+        assert len(asked) < 3000
+        await ctx.tasks.close()
+        for net in nets.values():
+            await net.close()
+
+    virtually(scenario(), 200.0)

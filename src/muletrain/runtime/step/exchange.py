@@ -87,6 +87,8 @@ class Exchange:
         self._overtaken = False
         self._doubted: set[PeerId] = set()
         """Replicas that we ask other peers about."""
+        self._sure_s = 0.0
+        """When the replicas lost since then no longer vote, whatever other peers say."""
         self._questioned: set[tuple[PeerId, int]] = set()
         """Replicas asked for the seal of a round that they attest to, with the attempt of the last seal that we
         knew."""
@@ -230,9 +232,12 @@ class Exchange:
 
     def make_sure(self) -> None:
         """Find out whether other peers hear the replicas that we lost: these replicas vote then, and this peer alone
-        makes no record (indirect probes: SWIM, Das et al. 2002, section 3.1)."""
+        makes no record (indirect probes: SWIM, Das et al. 2002, section 3.1). A partition may take hundreds, which have
+        their turn a few at a time."""
         for peer in self._ctx.roster.doubted():
-            if peer not in self._doubted:
+            if peer not in self._doubted and len(self._doubted) < MAX_ASKED:
+                if not self._doubted:
+                    self._sure_s = self._ctx.clock.now() + GONE_S
                 self._doubted.add(peer)
                 self._ctx.spawn(self._make_sure(peer), f"make sure of {peer[-6:]}")
 
@@ -240,11 +245,12 @@ class Exchange:
         """Ask until no other peer hears ``peer``, or ``peer`` is back, or the step is over. Ends within ``GONE_S``: answers may
         be lies."""
         roster, clock, state = self._ctx.roster, self._ctx.clock, self._state
-        end_s = clock.now() + GONE_S
         for tries in itertools.count():
             asked = roster.spread(MAX_ASKED, tries)
             heard = await asyncio.gather(*(self._is_heard(peer, by) for by in asked))
-            if not any(heard) or clock.now() >= end_s:
+            if clock.now() >= self._sure_s:
+                roster.sure(roster.doubted())
+            elif not any(heard):
                 roster.sure((peer,))
             if not state.current or peer not in roster.doubted():
                 break
