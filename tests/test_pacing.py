@@ -33,7 +33,7 @@ def test_a_channel_that_comes_while_another_is_being_woken_does_not_lose_the_tur
         low = asyncio.create_task(pacer.grant("b", BULK, 1 << 20))
         await asyncio.sleep(0.01)
         high = asyncio.create_task(pacer.grant("b", PIPE, 1 << 20))
-        pacer.forget("b", BULK, given)  # wakes the one that waits, but the other runs first
+        pacer.forget("b", BULK, given)  # wakes the waiting flow, but the other flow runs first
         assert await asyncio.wait_for(high, 1.0) > 0
         assert await asyncio.wait_for(low, 1.0) > 0
 

@@ -223,7 +223,7 @@ def test_a_peer_that_comes_back_gets_work_again() -> None:
     outcome, back_s = played(Fault(2.0, "freeze", ("peer-1b",), 4.0)), 6.0
     assert outcome.of(PeerDown, peer_id="peer-1b")[0].t < back_s
     later = [e.microbatches for e in outcome.of(StepApplied, "peer-1b") if e.t > back_s]
-    assert sum(later[1:]) > 0  # the first has what it did before
+    assert sum(later[1:]) > 0  # the first step counts work from before the fault
 
 
 def test_the_last_peer_of_a_stage_is_waited_for() -> None:

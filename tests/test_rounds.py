@@ -69,7 +69,7 @@ def test_a_replica_that_dies_before_its_word_is_heard_costs_no_rerun_of_that_ste
     outcome = played((2, 2), Fault(0.0, "kill", ("peer-1b",), on="round_entry", nth=nth))
     (fault,) = outcome.of(FaultInjected)
     assert applied(outcome, "peer-1a", 1) < fault.t + 0.2
-    assert not outcome.of(MicrobatchesRerun), "what it had accumulated is in the gradient"
+    assert not outcome.of(MicrobatchesRerun), "the gradient contains its accumulator"
 
 
 def test_a_replica_that_dies_while_it_returns_chunks_does_not_hold_up_those_that_lack_one() -> None:

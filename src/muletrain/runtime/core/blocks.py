@@ -2,7 +2,7 @@
 the weights beside an adapter. A copy is immutable, and cut into blocks that a manifest names by hash.
 
 ``Blocks`` is a process' end of the transport: each room registers a reader of the copies that it gives (``offers``),
-and whoever has a copy's digest asks with ``AskBlocks``. A ``Downloader`` asks several donors for different blocks at
+and takers name a copy by its digest (``AskBlocks``). A ``Downloader`` asks several donors for different blocks at
 once and checks each arriving block against the manifest. A donor whose block is wrong or late is dropped, and other
 donors are asked for that block. A sole donor is asked again, as the link may have broken. Arrived blocks are kept, so a
 break costs only the blocks in flight. Blocks of states travel as ``Channel.BULK``, which yields to the traffic of the
