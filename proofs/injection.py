@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NamedTuple
 
+from muletrain.runtime.members.row import Statements
 from proofs.scenario import SUSPENDED, stage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from muletrain.wire.frame import Frame
     from proofs.scenario import Fault
     from proofs.world import World
+
+
+PARTS = ("seal", "entry", "tied", "entries")
+"""What a peer may state (``Statements``)."""
 
 
 class _Doom(NamedTuple):
@@ -100,9 +106,9 @@ class Injection:
         }
         return switches[fault.kind]
 
-    def sending(self, sender: str, kind: str) -> None:
+    def sending(self, sender: str, frame: Frame) -> None:
         """Begin the faults that wait for this frame."""
-        world = self._world
+        world, kind = self._world, kind_of(frame)
         world.look_at(sender)
         for fault, begin, sent, begun in self._doomed:
             if fault.who[0] == sender and kind == fault.on and not world.tasks[sender].cancelling():
@@ -135,6 +141,13 @@ class Injection:
                 disk.full = broken
             case "hangs":
                 disk.hang() if broken else disk.recover()
+
+
+def kind_of(frame: Frame) -> str:
+    """The kind of ``frame``; of statements, what is stated."""
+    said = frame.message
+    stated = (name for name in PARTS if getattr(said, name, None))
+    return next(stated, frame.kind) if isinstance(said, Statements) else frame.kind
 
 
 def _each(switch: Callable[[str, str], None], pairs: list[tuple[str, str]]) -> None:

@@ -12,7 +12,7 @@ from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.checkpoint.messages import PartReady
 from muletrain.runtime.core.blocks import AskBlocks
 from muletrain.runtime.members.messages import Acquaintances, Introduce, Member, Suspected
-from muletrain.runtime.members.row import Counts, RoundEntry, Row, Seal, ShardFacts, StageEntry, Sync
+from muletrain.runtime.members.row import RoundEntry, Row, Seal, ShardFacts, StageEntry, Statements, Sync
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.messages import Back
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
@@ -70,14 +70,8 @@ SPEAKS = "speaks"
 """It lies as a speaker: which round of its stage counts, and what the record is."""
 
 
-_UNSAID: dict[str, type] = {
-    "seals": Seal,
-    "attests": RoundEntry,
-    "admits": RoundEntry,
-    "holds": Reduced,
-    "alone": RoundEntry,
-}
-"""What it never sends."""
+_UNSAID = {"seals": "seal", "attests": "entry", "admits": "entry", "alone": "entry"}
+"""What it never states."""
 
 
 class Liar:
@@ -88,7 +82,7 @@ class Liar:
     ) -> None:
         self.how = ""
         self._network, self._rng, self._microbatches, self._everyone = network, rng, microbatches, everyone
-        self._sealed: Seal | None = None
+        self._sealed: Statements | None = None
         """Its own last seal."""
         self._kept = set[int]()
         """Microbatches whose answers it withheld."""
@@ -114,20 +108,22 @@ class Liar:
             return 0
         if self.how == "fast" and isinstance(message, Backward | Done):
             await asyncio.sleep(1.5)
-        if isinstance(message, Seal):
+        if isinstance(message, Statements) and message.seal is not None:
             self._past[message.step] = message.lineage
             if self.how == "history":
                 await self._boast(peer)
-            if self.how == "holds" and message.attempt:
+            if self.how == "holds" and message.seal.attempt:
                 return 0  # it makes no other attempt: the round goes on
             self._sealed = message
-        if (silent := _UNSAID.get(self.how)) is not None and isinstance(message, silent):
+        if self.how in _UNSAID and isinstance(message, Statements) and getattr(message, _UNSAID[self.how]) is not None:
+            return 0
+        if self.how == "holds" and isinstance(message, Reduced):
             return 0
         return await self._network.send(peer, self._instead(frame), **how)
 
     def receive(self, handler: FrameHandler, *kinds: Any, **how: Any) -> None:
         async def hear(sender: PeerId, frame: Frame) -> None:
-            if self.how == "hurry" and isinstance(frame.message, Seal) and self._sealed is not None:
+            if self.how == "hurry" and isinstance(frame.message, Statements):
                 await self._seal_ahead(frame.message)
             if self.how == "forged" and isinstance(frame.message, Forward) and sender != self._network.peer_id:
                 await self._forge(frame.message, frame.tensors)
@@ -156,11 +152,14 @@ class Liar:
         with contextlib.suppress(NetworkError):
             await self._network.call(peer, History.KIND, History.of(self._invented()).pack(), timeout_s=10.0)
 
-    async def _seal_ahead(self, seal: Seal) -> None:
-        """Seal again, later than ``seal``, as some of the members hear."""
-        assert self._sealed is not None
-        ahead = self._sealed.model_copy(update={"attempt": seal.attempt + self._rng.choice([1, 1, 3])})
-        others = [m for m in seal.members if m != self._network.peer_id] if ahead.step == seal.step else []
+    async def _seal_ahead(self, heard: Statements) -> None:
+        """Seal again, later than the seal that it ``heard``, as some of the members hear."""
+        own, seal = self._sealed, heard.seal
+        if own is None or own.seal is None or seal is None:
+            return
+        seal_ahead = own.seal.model_copy(update={"attempt": seal.attempt + self._rng.choice([1, 1, 3])})
+        ahead = own.model_copy(update={"seal": seal_ahead})
+        others = [m for m in seal.members if m != self._network.peer_id] if own.step == heard.step else []
         for peer in self._rng.sample(others, self._rng.randint(0, len(others))):
             with contextlib.suppress(NetworkError):
                 await self._network.send(peer, ahead.frame(), channel=ahead.CHANNEL, timeout_s=10.0)
@@ -200,44 +199,37 @@ class Liar:
                     lineage=message.lineage, step=message.step, indices=everything, losses=(0.5,) * len(everything)
                 )
             ]
-        if not isinstance(message, Seal):
+        if not isinstance(message, Statements) or (seal := message.seal) is None:
             return []
+        at: dict[str, Any] = {"lineage": message.lineage, "step": message.step}
+        others = tuple(m for m in seal.members if m != self._network.peer_id)
         if self.how == "down":
-            whom = (m for m in message.members if m != self._network.peer_id)
-            return [Suspected(lineage=message.lineage, step=message.step, peer=m) for m in whom]
+            return [Suspected(**at, peer=m) for m in others]
         if self.how in ("entries", "expels"):
-            return [self._forged(message, message.stage, message.members)]
+            entry = self._forged(message, message.stage, seal.members)
+            return [Statements(**at, stage=message.stage, entry=entry)]
         if self.how == "gaps":
-            others = tuple(m for m in message.members if m != self._network.peer_id)
-            return [
-                Gap(
-                    lineage=message.lineage,
-                    step=message.step,
-                    stage=message.stage,
-                    turn=self._rng.randrange(5),
-                    indices=tuple(range(4)),
-                    without=others[:64],
-                )
-            ]
+            turn = self._rng.randrange(5)
+            return [Gap(**at, stage=message.stage, turn=turn, indices=tuple(range(4)), without=others[:64])]
         return []
 
     def _instead(self, frame: Frame) -> Frame:
         message = frame.message
-        if self.how in ("views", "alone") and isinstance(message, Seal):
-            return self._alone(message).frame(frame.tensors)
+        if self.how in ("views", "alone") and isinstance(message, Statements) and message.seal is not None:
+            return message.model_copy(update={"seal": self._alone(message.seal)}).frame()
         if self.how == "chunks" and isinstance(message, Shard | Reduced):
             return message.frame([encode_raw(b"no gradient")])
         if self.how == "fast" and isinstance(message, Backward | Done):
             return message.model_copy(update={"busy_s": 0.0, "away_s": 1e6}).frame(frame.tensors)
         if self.how == "parts" and isinstance(message, PartReady):
             return message.model_copy(update={"digest": self._rng.randbytes(32)}).frame(frame.tensors)
-        if self.how == SPEAKS and isinstance(message, Counts):
+        if self.how == SPEAKS and isinstance(message, Statements) and message.entries:
             entries = tuple(e.model_copy(update={"square_norm": 1e12}) for e in message.entries)
             lie = {"entries": entries, "record": message.record and self._record(message, entries)}
             return message.model_copy(update=lie).frame(frame.tensors)
         return frame
 
-    def _record(self, said: Counts, entries: tuple[StageEntry, ...]) -> bytes:
+    def _record(self, said: Statements, entries: tuple[StageEntry, ...]) -> bytes:
         """The hash of the record that would have ``entries``, without delayed updates."""
         return StepRecord(said.step, said.lineage, entries, said.product).hash
 
@@ -289,18 +281,23 @@ class Liar:
 
     def _stated(self, ask: Sync, row: Row) -> Row:
         """With other statements."""
-        if self.how == "attests":  # it has also forgotten that it applied the step
-            return row.model_copy(update={"entry": None, "tied": None, "applied": (), "record": b""})
-        if self.how in ("admits", "alone") and not row.applied:
-            row = row.model_copy(update={"entry": None})
-        if self.how == "seals" or (self.how == "holds" and row.seal is not None and row.seal.attempt):
-            row = row.model_copy(update={"seal": None})
-        if self.how in ("views", "alone") and row.seal is not None:
-            row = row.model_copy(update={"seal": self._alone(row.seal)})
-        if self.how != "records" or not row.applied:
+        said = row.said
+        if said is None:
             return row
-        forged = tuple(e.model_copy(update={"square_norm": 1e12}) for e in row.applied)
-        return row.model_copy(update={"applied": forged, "record": self._rng.randbytes(32), "step": ask.step + 1})
+        other: dict[str, Any] = {}
+        if self.how == "attests":  # it has also forgotten that it applied the step
+            other = {"entry": None, "tied": None, "entries": (), "record": b""}
+        if self.how in ("admits", "alone") and not said.record:
+            other = {"entry": None}
+        if self.how == "seals" or (self.how == "holds" and said.seal is not None and said.seal.attempt):
+            other = {"seal": None}
+        if self.how in ("views", "alone") and said.seal is not None:
+            other |= {"seal": self._alone(said.seal)}
+        if self.how == "records" and said.record:
+            forged = tuple(e.model_copy(update={"square_norm": 1e12}) for e in said.entries)
+            other = {"entries": forged, "record": self._rng.randbytes(32)}
+            row = row.model_copy(update={"step": ask.step + 1})
+        return row.model_copy(update={"said": said.model_copy(update=other)})
 
     def _history(self, payload: bytes, told: bytes) -> bytes:
         return History.of(self._invented()).pack() if self.how == "history" and self._past else told

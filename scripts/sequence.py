@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from muletrain.network.memory import MemoryNetwork, loop_time_s
+from proofs.injection import kind_of
 from proofs.play import play
 from proofs.scenario import Scenario
 
@@ -24,7 +25,7 @@ def record() -> list[dict[str, Any]]:
     async def send(self: MemoryNetwork, peer: str, frame: Any, **how: Any) -> int:
         if getattr(frame.message, "step", None) == STEP and peer != self.peer_id:
             index = getattr(frame.message, "index", None)
-            found.append({"s": loop_time_s(), "from": self.peer_id, "to": peer, "kind": frame.kind, "index": index})
+            found.append({"s": loop_time_s(), "from": self.peer_id, "to": peer, "kind": kind_of(frame), "index": index})
         return await sends(self, peer, frame, **how)
 
     MemoryNetwork.send = send  # type: ignore[method-assign]

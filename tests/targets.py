@@ -36,7 +36,7 @@ from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.roster import Genesis, Member, Roster
-from muletrain.runtime.members.row import Abstain, Counts, RoundEntry, Row, Seal, Sync, TiedEntry
+from muletrain.runtime.members.row import RoundEntry, Row, Seal, Statements, Sync, TiedEntry
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.peer.messages import Away, Back, Report
@@ -107,8 +107,6 @@ def frames(stage: int, index: int) -> list[Frame]:
         "holder": "second",
     }
     seal = {
-        **at,
-        "stage": stage,
         "attempt": 0,
         "indices": few,
         "members": ("first", "second"),
@@ -117,6 +115,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         "leaves": False,
         "sketch": bytes(256),
     }
+    said = {**at, "stage": stage}
     return [
         Forward(**request, stage=stage, accumulate=(0, 1), gradient=stage > 0, deadline_s=deadline_s).frame(
             [inputs, targets]
@@ -128,13 +127,13 @@ def frames(stage: int, index: int) -> list[Frame]:
         Lost(**request, stage=1, reason="no").frame(),
         TrainerDone(**at, indices=(index,), losses=(5.0,)).frame(),
         Gap(**at, stage=stage, indices=few).frame(),
-        Seal(**seal).frame(),
+        Statements(**said, seal=Seal(**seal)).frame(),
         Shard(round=digest, step=0, chunk=index).frame([chunk]),
         Reduced(round=digest, step=0, chunk=index, square_norm=1.0, finite=True).frame([chunk]),
-        RoundEntry(**entry).frame(),
-        Abstain(**at, attempt=1).frame(),
-        Counts(**at, stage=0, entries=(RoundEntry(**entry).for_record(),)).frame(),
-        TiedEntry(**at, rounds=(bytes(32), bytes(32)), product=1.0).frame(),
+        Statements(**said, entry=RoundEntry(**entry)).frame(),
+        Statements(**said, abstains=1).frame(),
+        Statements(**at, stage=0, entries=(RoundEntry(**entry).for_record(),)).frame(),
+        Statements(**said, tied=TiedEntry(rounds=(bytes(32), bytes(32)), product=1.0)).frame(),
         Away().frame(),
         Back(**at).frame(),
         Suspected(**at, peer="second").frame(),
@@ -305,4 +304,4 @@ def delivery(net: MemoryNetwork) -> Delivery:
 
 async def ready(target: Target) -> None:
     """Until the peer takes frames."""
-    await delivery(target.net).receiver("seal")
+    await delivery(target.net).receiver("statements")

@@ -77,7 +77,7 @@ def loses(a: str, b: str, for_s: float, *, on: str = "", kind: str = "cut") -> F
 def test_1_the_first_holder_loses_its_replicas_and_dies_before_they_have_its_gradient() -> None:
     """A holder alone is no majority, so no peer applies its round, and no gradient is lost that was applied
     (``record_builder.held_by_most``)."""
-    cuts = (loses(A, other, 100.0, on="round_entry") for other in (B, C))
+    cuts = (loses(A, other, 100.0, on="entry") for other in (B, C))
     outcome = played(world(*cuts, Fault(4.75, "kill", (A,))))
     assert all_finished(outcome)
     assert outcome.of(MicrobatchesRerun, B, C), "of A's"
@@ -95,9 +95,7 @@ def test_2_a_replica_that_hears_nobody_of_its_stage_makes_no_record() -> None:
 def test_3_a_replica_is_cut_from_the_holders_alone() -> None:
     """C waits for no attempt of its own: the step counts without it, and C takes what it missed once it can
     (``exchange.ask``: a peer at a later step ends this one)."""
-    parted = (
-        loses(p, C, 5.0, on=on, kind=k) for p in (A, B) for on, k in (("reduced", "one way"), ("round_entry", "cut"))
-    )
+    parted = (loses(p, C, 5.0, on=on, kind=k) for p in (A, B) for on, k in (("reduced", "one way"), ("entry", "cut")))
     outcome = played(world(*parted))
     assert all_finished(outcome)
     assert outcome.of(StateMissed, C)
@@ -143,7 +141,7 @@ def test_12_one_of_two_leaves_and_the_other_dies_before_the_step_is_agreed_on() 
 
 def test_12_one_of_two_leaves_and_the_other_dies_after_the_step_is_agreed_on() -> None:
     """Who leaves asks first whether a replica has the step, and comes back (``departure.taken_over``)."""
-    outcome = played(world(Fault(BEGIN_S, "leave", (X,)), Fault(BEGIN_S, "kill", (Y,), on="round_entry")))
+    outcome = played(world(Fault(BEGIN_S, "leave", (X,)), Fault(BEGIN_S, "kill", (Y,), on="entry")))
     assert all_finished(outcome)
     assert outcome.of(LeaveCancelled, X)
     assert not outcome.of(SteppedBack)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from muletrain.events import AveragingFailed, CheckpointWritten, FrameRefused, PeerExpelled, ReplicaApart, StepApplied
-from muletrain.runtime.members.row import RoundEntry, ShardFacts, Sync
+from muletrain.runtime.members.row import RoundEntry, ShardFacts, Statements, Sync
 from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.step.record import StepRecord
@@ -56,7 +56,8 @@ def lying(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, InFlight
 
             async def tell() -> None:
                 for _ in range(3):
-                    await self._ctx.tell(self._ctx.roster.everyone(), lie(peer, work))
+                    told = Statements(lineage=work.lineage, step=work.step, stage=1, entry=lie(peer, work))
+                    await self._ctx.tell(self._ctx.roster.everyone(), told)
                     await self._ctx.clock.sleep(0.3)
 
             self._ctx.spawn(tell(), "lie")
@@ -141,7 +142,8 @@ def answering(patch: pytest.MonkeyPatch, liar: PeerId, lie: Callable[[Peer, Sync
             said = peer.position.row(ask.step, ask.lineage, brief=ask.brief)
             if said.current:
                 said = said.model_copy(update={"current": False, "step": said.step + 1})
-            return said.model_copy(update={"version": next(versions), **lie(peer, ask)}).pack()
+            lies = Statements(lineage=ask.lineage, step=ask.step, stage=said.stage, **lie(peer, ask))
+            return said.model_copy(update={"version": next(versions), "said": lies}).pack()
 
         return answer
 
@@ -164,7 +166,7 @@ def test_what_one_member_says_that_others_agreed_on_counts_for_nothing(
         builder = peer.runner.state.builder
         record = StepRecord(builder.step, builder.previous, tuple(e.for_record() for e in rounds))
         own = rounds[1].model_copy(update={"holder": liar})
-        return {"applied": record.stages, "record": record.hash, "entry": own}
+        return {"entries": record.stages, "record": record.hash, "entry": own}
 
     answering(monkeypatch, liar, applied)
     outcome = played(replicas)

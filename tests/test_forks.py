@@ -11,7 +11,7 @@ from muletrain.policy.fork_choice import LEAD, Chain, forked_at, gives_way
 from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Roster
-from muletrain.runtime.members.row import RoundEntry
+from muletrain.runtime.members.row import Statements
 from muletrain.runtime.microbatch.position import Behind, Position
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.recovery.forks import Forks
@@ -169,10 +169,10 @@ def test_a_peer_that_could_not_go_over_stands_by_what_it_attested_to(monkeypatch
 
     async def told(self: Context, peers: tuple[str, ...], message: Message) -> None:
         me = self.net.peer_id
-        if isinstance(message, RoundEntry):
-            said.setdefault((me, message.round), set()).add(tuple(s.content for s in message.shards))
+        if isinstance(message, Statements) and (entry := message.entry) is not None:
+            said.setdefault((me, entry.round), set()).add(tuple(s.content for s in entry.shards))
         await tell(self, peers, message)
-        if isinstance(message, RoundEntry) and message.step == 1 and me not in held:
+        if isinstance(message, Statements) and message.entry is not None and message.step == 1 and me not in held:
             held.append(me)
             positions[me].interrupt(Behind("the others' history stays", rival=True))
 

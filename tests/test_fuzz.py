@@ -48,10 +48,10 @@ SCENARIOS = [
 ]
 AGREEMENT = [  # at exact points of the agreement on a step
     Scenario(21, (2, 2), 2, 3, 8, 0.01, (  # the only holder of the whole gradient, while it says so
-        Fault(0.0, "damage", ("peer-1a",), on="reduced"), Fault(0.0, "kill", ("peer-1a",), on="round_entry", nth=3),
+        Fault(0.0, "damage", ("peer-1a",), on="reduced"), Fault(0.0, "kill", ("peer-1a",), on="entry", nth=3),
     )),
     Scenario(7, (2, 2), 2, 3, 8, 0.01, (Fault(0.0, "damage", ("peer-1b",), on="reduced"),)),
-    Scenario(8, (2, 2), 2, 3, 8, 0.01, (Fault(0.0, "kill", ("peer-1b",), on="round_entry", nth=2),)),
+    Scenario(8, (2, 2), 2, 3, 8, 0.01, (Fault(0.0, "kill", ("peer-1b",), on="entry", nth=2),)),
 ]
 FALSE_GRADIENTS = [
     Scenario(1, (2, 2), 2, 2, 8, 0.01, (Fault(0.0, "corrupt", ("peer-1a",), 0.8, how="nan"),)),

@@ -13,7 +13,7 @@ from muletrain.errors import ProtocolError
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.averaging.rounds import usual_round
 from muletrain.runtime.core.times import AGAIN_S
-from muletrain.runtime.members.row import RoundEntry, Row
+from muletrain.runtime.members.row import RoundEntry, Row, Statements
 from muletrain.runtime.microbatch.inflight import Ledger
 from muletrain.runtime.step.record import StepRecord, round_id
 from muletrain.runtime.step.record_builder import RecordBuilder
@@ -325,7 +325,8 @@ def test_record_refuses_contradictions() -> None:
 def test_what_a_peer_answers_that_applied_a_step_of_many_replicas_fits_into_a_call() -> None:
     """Else whoever missed it would believe everyone dead that it asks."""
     members = tuple(f"12D3KooW{k:044}" for k in range(1000))
-    assert len(Row(current=False, step=6, stage=0, entry=entry(0, members[0], members)).pack()) < 1 << 18
+    said = Statements(lineage=LINEAGE, step=4, stage=0, entry=entry(0, members[0], members))
+    assert len(Row(current=False, step=6, stage=0, said=said).pack()) < 1 << 18
 
 
 def test_what_one_holder_attests_to_is_bounded_and_takes_no_room_from_others() -> None:

@@ -136,9 +136,6 @@ ONE = np.linspace(1, 2, SIZE)
 def seal(*indices: int, total: float | None = None, gave_up: tuple[int, ...] = (), accused: str = "") -> Seal:
     """``total``: the sketch, in multiples of one that a microbatch has."""
     return Seal(
-        lineage=bytes(32),
-        step=0,
-        stage=0,
         attempt=0,
         indices=indices,
         members=("a",),

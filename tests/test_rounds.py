@@ -66,7 +66,7 @@ def applied(outcome: Outcome, peer: str, step: int) -> float:
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_a_replica_that_dies_before_its_word_is_heard_costs_no_rerun_of_that_step(nth: int) -> None:
     """It had returned its last chunk, so that the other one holds everything, and says that it goes on alone."""
-    outcome = played((2, 2), Fault(0.0, "kill", ("peer-1b",), on="round_entry", nth=nth))
+    outcome = played((2, 2), Fault(0.0, "kill", ("peer-1b",), on="entry", nth=nth))
     (fault,) = outcome.of(FaultInjected)
     assert applied(outcome, "peer-1a", 1) < fault.t + 0.2
     assert not outcome.of(MicrobatchesRerun), "the gradient contains its accumulator"
@@ -82,7 +82,7 @@ def test_the_first_holder_dies_before_all_know_of_it() -> None:
     """Only one replica got the last chunk of the one that died; then it dies, too, in the middle of telling the
     others."""
     for holder in ("peer-1a", "peer-1b"):
-        second = Fault(0.0, "kill", (holder,), on="round_entry", nth=3)
+        second = Fault(0.0, "kill", (holder,), on="entry", nth=3)
         outcome = played((2, 3), Fault(0.0, "kill", ("peer-1c",), on="reduced", nth=2), second)
         assert len(outcome.of(FaultInjected)) == 2
         assert outcome.virtual_s < 45, "one wait for a chunk, unmeasured yet"
@@ -324,9 +324,9 @@ def test_of_frames_that_come_early_no_more_are_kept_than_there_is_room_for(monke
     monkeypatch.setattr(incoming, "LIMIT", 3)
     kept = incoming.EarlyFrames(capacity=2)
     for step in (5, 4, 6, 7):
-        kept.keep("a", Frame("seal", {"step": step}), step)
+        kept.keep("a", Frame("statements", {"step": step}), step)
     kept.forget(before=5)
-    kept.keep("b", Frame("seal", {"step": 8}), 8)
+    kept.keep("b", Frame("statements", {"step": 8}), 8)
     assert [(sender, frame.header["step"]) for sender, frame in kept.take()] == [("a", 5), ("a", 6), ("b", 8)]
     assert kept.take() == []
     monkeypatch.setattr(incoming, "BYTES", 100)

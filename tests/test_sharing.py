@@ -56,9 +56,7 @@ def whole(outcome: Outcome) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize(
-    "on", ["", *(pytest.param(on, marks=pytest.mark.slow) for on in ("forward", "round_entry")), "seal"]
-)
+@pytest.mark.parametrize("on", ["", *(pytest.param(on, marks=pytest.mark.slow) for on in ("forward", "entry")), "seal"])
 def test_the_only_data_owner_dies_and_the_run_ends_with_the_same_numbers(on: str) -> None:
     outcome = whole(played(Fault(8.0, "kill", (OWNER,), on=on, nth=1 if on else 0)))
     taken = [e.t for e in outcome.of(TrainerAdded)]

@@ -11,10 +11,11 @@ from muletrain.errors import ProtocolError
 from muletrain.events import FrameRefused
 from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.speakers import SPEAKERS, speakers
-from muletrain.runtime.members.row import Counts, Seal, StageEntry
+from muletrain.runtime.members.row import StageEntry, Statements
 from muletrain.runtime.step.record import StepRecord
 from muletrain.runtime.step.record_builder import Certificate, RecordBuilder
 from proofs.draws import draw
+from proofs.injection import kind_of
 from proofs.lying import SPEAKS
 from proofs.play import play
 from proofs.scenario import Fault, Scenario
@@ -80,7 +81,7 @@ def played(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> tuple[Outcome
     sent, send = Counter[tuple[str, bool]](), MemoryNetwork.send
 
     def sending(network: MemoryNetwork, peer: str, frame: Any, **how: Any) -> Any:
-        sent[frame.kind, network.peer_id[:6] == peer[:6]] += 1
+        sent[kind_of(frame), network.peer_id[:6] == peer[:6]] += 1
         return send(network, peer, frame, **how)
 
     monkeypatch.setattr(MemoryNetwork, "send", sending)
@@ -96,9 +97,9 @@ def scenario(*faults: Fault, steps: int = 5) -> Scenario:
 
 def test_attestations_stay_in_their_stage_and_speakers_tell_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome, sent = played(scenario(), monkeypatch)
-    assert sent["round_entry", False] == 0
-    assert sent[Counts.KIND, False] == 5 * 3 * SPEAKERS * 2 * SPEAKERS, "of each stage to the two others"
-    assert sent[Counts.KIND, True] == 5 * SPEAKERS * (5 + 4 + 4)
+    assert sent["entry", False] == 0
+    assert sent["entries", False] == 5 * 3 * SPEAKERS * 2 * SPEAKERS, "of each stage to the two others"
+    assert sent["entries", True] == 5 * SPEAKERS * (5 + 4 + 4)
     assert outcome.longest < 2.0, "nobody had to ask"
 
 
@@ -106,7 +107,7 @@ def test_attestations_stay_in_their_stage_and_speakers_tell_the_rest(monkeypatch
 @pytest.mark.parametrize("nth", [1, 7])
 def test_a_speaker_that_dies_as_it_speaks_is_not_missed(peer: str, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its first word, or between its words to others and those to its replicas."""
-    outcome, _ = played(scenario(Fault(0.0, "kill", (peer,), on=Counts.KIND, nth=nth)), monkeypatch)
+    outcome, _ = played(scenario(Fault(0.0, "kill", (peer,), on="entries", nth=nth)), monkeypatch)
     assert peer not in outcome.ends, "it died"
     assert outcome.stood_s < 5.0
 
@@ -121,7 +122,7 @@ def test_two_speakers_of_three_that_freeze_cost_one_question(monkeypatch: pytest
 @pytest.mark.parametrize("liar", ["peer-0c", "peer-1a", "peer-2d"])
 def test_one_that_lies_as_a_speaker_changes_no_number(liar: str, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome, sent = played(scenario(Fault(0.0, "lie", (liar,), how=SPEAKS), steps=8), monkeypatch)
-    assert sent[Counts.KIND, True] > 0
+    assert sent["entries", True] > 0
     assert outcome.longest < 3.0, "and no time"
 
 
@@ -137,13 +138,13 @@ def test_in_a_small_run_a_speaker_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
     async def sending(network: MemoryNetwork, peer: str, frame: Any, **how: Any) -> int:
         said = frame.message
-        if network.peer_id == "peer-1a" and isinstance(said, Seal):
+        if network.peer_id == "peer-1a" and isinstance(said, Statements) and said.seal is not None:
             entries = tuple(
                 StageEntry(stage=k, round=bytes(32), size=2, content=bytes(32), square_norm=1e12, finite=True)
                 for k in range(2)
             )
             record = StepRecord(said.step, said.lineage, entries).hash
-            lie = Counts(lineage=said.lineage, step=said.step, stage=1, entries=entries, record=record)
+            lie = Statements(lineage=said.lineage, step=said.step, stage=1, entries=entries, record=record)
             await send(network, peer, lie.frame(), **how)
         return await send(network, peer, frame, **how)
 

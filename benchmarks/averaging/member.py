@@ -28,7 +28,7 @@ from muletrain.network.shaped import ShapedNetwork
 from muletrain.runtime.averaging.averager import Averager
 from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.averaging.rounds import Round, usual_round
-from muletrain.runtime.members.row import RoundEntry
+from muletrain.runtime.members.row import RoundEntry, Statements
 
 SIZE = 25_000_000
 ROUNDS, WARM_UP = 5, 1
@@ -73,8 +73,8 @@ async def main(rank: int, members: int, folder: Path, codec: Codec, shaped: bool
         averager = Averager(ctx, Alone(), usual_round())
 
         async def on_frame(sender: str, frame: Any) -> None:
-            if frame.kind == RoundEntry.KIND:
-                entries.setdefault(RoundEntry.parse(frame).step, set()).add(sender)
+            if frame.kind == Statements.KIND:
+                entries.setdefault(Statements.parse(frame).step, set()).add(sender)
                 changed.set()
             else:
                 kind = Shard if frame.kind == Shard.KIND else Reduced
@@ -98,7 +98,7 @@ async def main(rank: int, members: int, folder: Path, codec: Codec, shaped: bool
                 holder=network.peer_id,
             )
             entries.setdefault(step, set()).add(network.peer_id)
-            await ctx.tell(ctx.roster.others(), entry)
+            await ctx.tell(ctx.roster.others(), Statements(lineage=bytes(32), step=step, stage=0, entry=entry))
             while len(entries.get(step, ())) < members:  # all have finished: nobody's next round overlaps this one
                 changed.clear()
                 await asyncio.wait_for(changed.wait(), 120)

@@ -28,6 +28,7 @@ from muletrain.network.memory import MemoryNetwork
 from muletrain.sim.fleet.protocol import Actors
 from muletrain.sim.fleet.simulation import weather
 from muletrain.sim.setting import setting
+from proofs.injection import kind_of
 
 if TYPE_CHECKING:
     from muletrain.events import Event
@@ -82,7 +83,7 @@ class Fleet(Actors):
 
     def sends(self, sender: str, kind: str) -> None:
         """``sender`` is about to send a message."""
-        if self._armed and kind == "counts" and not self._rosters[sender].own.trainer:
+        if self._armed and kind == "entries" and not self._rosters[sender].own.trainer:
             self._armed = False
             self.kill(sender)
         if self.counts:
@@ -101,10 +102,10 @@ def played(peers: int, event: str) -> dict[str, Any]:
         send, call = MemoryNetwork.send, MemoryNetwork.call
 
         async def sending(network: MemoryNetwork, peer: str, frame: Any, **options: Any) -> int:
-            actors.sends(network.peer_id, frame.kind)
+            actors.sends(network.peer_id, kind := kind_of(frame))
             sent = await send(network, peer, frame, **options)
             if actors.counts:
-                actors.sent_bytes[frame.kind] += sent
+                actors.sent_bytes[kind] += sent
             return sent
 
         async def calling(network: MemoryNetwork, peer: str, method: str, payload: bytes, **options: Any) -> bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from muletrain.config.fleet_sections import QUEUE_S
 from proofs.scenario import BACKWARD_S, FOR_EVER_S, FORWARD_S, SIDES, Fault, Scenario, planned, stage_of
 
-POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")
+POINTS = ("forward", "backward", "seal", "shard", "reduced", "entry")
 """Frames at which a peer may be killed exactly: between any two of them the protocol must be able to lose it."""
 
 PARTITIONED = 0.2

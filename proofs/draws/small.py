@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 STAGES = ((2, 1), (2, 2), (3, 2), (3, 3), (4, 2), (3, 1), (2, 2, 2), (3, 2, 1))
 LASTING_S = (0.5, 1.2, 3.0, 8.0)
-MOMENTS = ("seal", "shard", "reduced", "round_entry")
+MOMENTS = ("seal", "shard", "reduced", "entry")
 """Frames of the agreement on a step."""
 
 

@@ -196,7 +196,7 @@ class Conditions:
         """Bytes that a frame counts for."""
         return frame_size(frame)
 
-    def sending(self, sender: PeerId, kind: str) -> None:
+    def sending(self, sender: PeerId, frame: Frame) -> None:
         """Called before each frame to another peer; may kill the sender or cut its links."""
 
     def damage(self, sender: PeerId, receiver: PeerId, packed: bytes) -> bytes:
@@ -382,7 +382,7 @@ class MemoryNetwork:
             own_frame = frame if hub.hands_over else reread(frame)
             await self._put(target, channel, Arrival(loop_time_s(), DIRECT, own_frame), timeout_s)
             return 0
-        conditions.sending(own, frame.kind)
+        conditions.sending(own, frame)
         for station in (own, peer):  # the call may have killed us, or cut the link
             hub.reach(own, station)
         nbytes = conditions.weight(own, frame)

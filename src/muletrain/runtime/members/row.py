@@ -53,17 +53,14 @@ class StageEntry(BaseModel):
     tied: Annotated[bytes, Field(max_length=32)] = b""
 
 
-class Seal(Message):
+class Seal(BaseModel):
     """A member announces its accumulator: microbatches, sketch (``optim.sketch``, seeded by the lineage), and digest of
     the used weights. ``members``: the replicas that the member counts on, itself included. ``stop``: request for an
     orderly end after this step; ``leaves``: wish to leave. ``gave_up``: microbatches of an earlier seal that stood out,
     so other replicas compute them again. ``excused``: the inputs stood out, too, and no other peer could be asked.
     ``accused``: replicas that computed falsely (``runtime.step.audit``)."""
 
-    KIND: ClassVar[str] = "seal"
-    lineage: Digest
-    step: Natural
-    stage: Natural
+    model_config = ConfigDict(frozen=True, extra="forbid")
     attempt: Natural
     indices: Indices
     members: Annotated[tuple[Id, ...], Field(min_length=1, max_length=4096), FailFast()]
@@ -76,12 +73,12 @@ class Seal(Message):
     accused: Annotated[tuple[Id, ...], Field(max_length=64), FailFast()] = ()
 
 
-class RoundEntry(Message):
+class RoundEntry(BaseModel):
     """``holder`` attests to holding this round's whole mean gradient. ``members`` are sorted, ``shards`` in the same
     order; for ``leaves``, ``expelled`` and ``tied`` see ``StageEntry``. ``without``: members that are down for the holder.
     All other fields are the same for every holder."""
 
-    KIND: ClassVar[str] = "round_entry"
+    model_config = ConfigDict(frozen=True, extra="forbid")
     lineage: Digest
     step: Natural
     stage: Natural
@@ -112,39 +109,36 @@ class RoundEntry(Message):
         )
 
 
-class TiedEntry(Message):
+class TiedEntry(BaseModel):
     """The sender knows the parts of both ``rounds``' gradients for the parameters that the two stages share.
     ``product``: inner product of the two parts, for the global norm (``optim.tied``)."""
 
-    KIND: ClassVar[str] = "tied_entry"
-    lineage: Digest
-    step: Natural
+    model_config = ConfigDict(frozen=True, extra="forbid")
     rounds: tuple[Digest, Digest]
     product: Annotated[float, Field(ge=-1e100, le=1e100, allow_inf_nan=False)]
 
 
-class Counts(Message):
-    """A speaker (``policy.speakers``) tells the speakers of other stages which round of its stage counts, and then its
-    replicas the whole record, with the record's hash, in ``entries``. ``product``: for tied parameters."""
+class Statements(Message):
+    """What a peer states about one step: told to the peers that it concerns when it changes, and part of the peer's
+    ``Row``. ``stage``: the sender's.
 
-    KIND: ClassVar[str] = "counts"
+    ``seal`` and ``entry`` (the peer's attestation) and ``tied`` are the peer's last. ``abstains``: the peer accepts the
+    agreement of its stage's other replicas, which need not wait, and its seals of attempts before this number are void.
+    ``entries``: the stages of the record that the peer applied, with the record's ``product`` for tied parameters and
+    its hash. Without a hash, a speaker (``policy.speakers``) says which round of its stage counts."""
+
+    KIND: ClassVar[str] = "statements"
     lineage: Digest
     step: Natural
     stage: Natural
-    """The speaker's."""
-    entries: Annotated[tuple[StageEntry, ...], Field(min_length=1, max_length=4096), FailFast()]
+    seal: Seal | None = None
+    entry: RoundEntry | None = None
+    tied: TiedEntry | None = None
+    abstains: Natural | None = None
+    entries: Annotated[tuple[StageEntry, ...], Field(max_length=4096), FailFast()] = ()
     product: Annotated[float, Field(ge=-1e100, le=1e100, allow_inf_nan=False)] = 0.0
     record: Annotated[bytes, Field(max_length=32)] = b""
-
-
-class Abstain(Message):
-    """The sender accepts the agreement of its stage's other replicas, which need not wait. The sender's seals of
-    attempts before ``attempt`` are void."""
-
-    KIND: ClassVar[str] = "abstain"
-    lineage: Digest
-    step: Natural
-    attempt: Natural
+    """Under delayed updates, statements of two histories may look alike for one step, but for this hash."""
 
 
 class Sync(Message):
@@ -174,9 +168,7 @@ class Row(Message):
     peer's trainer gave out and waits for; ``asking``: microbatches to give out unless found elsewhere; ``completed``:
     microbatches known to be through all stages, with ``losses`` [nats/token].
 
-    Statements, as of ``version``; left out if the caller has that version (0: there are none). ``seal``, ``entry`` (the
-    peer's attestation) and ``tied`` are the peer's last; ``abstains``: see ``Abstain``. ``applied``: the stages of the
-    record that the peer applied, with the record's ``product`` and hash; empty if the peer has forgotten the record.
+    ``said``: the peer's statements, as of ``version`` (0: there are none); left out if the caller has that version.
     """
 
     KIND: ClassVar[str] = "row"
@@ -200,15 +192,7 @@ class Row(Message):
     completed: Indices = ()
     losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES), FailFast()] = ()
     version: Natural = 0
-    seal: Seal | None = None
-    entry: RoundEntry | None = None
-    tied: TiedEntry | None = None
-    abstains: bool = False
-    applied: Annotated[tuple[StageEntry, ...], Field(max_length=4096), FailFast()] = ()
-    product: Annotated[float, Field(ge=-1e100, le=1e100, allow_inf_nan=False)] = 0.0
-    """The record's product for tied parameters."""
-    record: Annotated[bytes, Field(max_length=32)] = b""
-    """Hash of the record: under delayed updates, frames of two histories may look alike for one step."""
+    said: Statements | None = None
 
     def beyond(self, step: int) -> bool:
         """Has the peer done ``step``, in our lineage?"""

@@ -14,7 +14,7 @@ from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.times import pause_s
 from muletrain.runtime.members.messages import Suspected
-from muletrain.runtime.members.row import Abstain, Counts, RoundEntry, Row, Seal, Sync, TiedEntry
+from muletrain.runtime.members.row import Row, Statements, Sync
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.messages import Away, Back, Report
 
@@ -130,13 +130,9 @@ STEP_KINDS: dict[str, type[Message]] = {
         Lost,
         TrainerDone,
         Gap,
-        Seal,
+        Statements,
         Shard,
         Reduced,
-        RoundEntry,
-        TiedEntry,
-        Abstain,
-        Counts,
         Back,
         Suspected,
     )
@@ -215,7 +211,7 @@ class Incoming:
         of_use = not isinstance(message, Lost | Room)  # a sender of Lost or Room may have gone away
         if of_use and self._ctx.detector.mark_back(sender):
             self._microbatches.welcome(sender)
-        agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | TiedEntry | Abstain | Counts)
+        agreeing = isinstance(message, Statements | Shard | Reduced)
         loads = at.life.state is State.ROLLED_BACK
         if loads or work is None or (agreeing and step > at.step):
             ahead = int(self._ctx.plan.delayed)
@@ -227,7 +223,7 @@ class Incoming:
             if not kept and isinstance(message, Forward):
                 self._microbatches.server.decline(sender, message, "it is at an earlier step")
             return
-        if isinstance(message, Seal | RoundEntry | Counts):
+        if isinstance(message, Statements):
             await self._membership.acquaint(sender, message.stage)
         if isinstance(message, Forward):
             await self._check_sender(sender, message)
@@ -244,7 +240,6 @@ class Incoming:
             raise ProtocolError(f"forward for stage {forward.stage} from a peer of another stage than the one before")
 
     async def _to_actor(self, sender: PeerId, message: Message, frame: Frame) -> None:
-        exchange = self._runner.exchange
         match message:
             case Forward():
                 await self._microbatches.server.on_forward(sender, message, frame)
@@ -254,18 +249,10 @@ class Incoming:
                 self._microbatches.on_trainer_done(sender, message)
             case Gap():
                 self._microbatches.on_gap(sender, message)
-            case Seal():
-                exchange.on_seal(sender, message)
+            case Statements():
+                self._runner.exchange.on_statements(sender, message)
             case Shard() | Reduced():
                 self._runner.state.averager.on_chunk(sender, message, frame.tensors[0])
-            case RoundEntry():
-                exchange.on_entry(sender, message)
-            case TiedEntry():
-                exchange.on_tied(sender, message)
-            case Counts():
-                exchange.on_counts(sender, message)
-            case Abstain():
-                exchange.on_abstain(sender, message.attempt)
             case Back():
                 self._microbatches.welcome(sender)
             case Suspected():

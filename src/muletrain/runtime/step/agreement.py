@@ -161,9 +161,6 @@ class RoundAgreement:
         replicas = tuple(m for m in ctx.roster.stage(ctx.roster.own.stage) if m != ctx.net.peer_id)
         view = self._company.members()
         state.announced = seal = Seal(
-            lineage=state.lineage,
-            step=state.step,
-            stage=ctx.roster.own.stage,
             attempt=attempt,
             indices=tuple(sorted(accumulated)),
             members=view,
@@ -175,9 +172,8 @@ class RoundAgreement:
             excused=state.excused,
             accused=self._audit.accused(),
         )
-        state.changed()
         ctx.chaos.reached("sealing", state.step)
-        ctx.spawn(ctx.tell(replicas, seal), "seal")  # also to replicas that we do not count on
+        self._exchange.state(replicas, seal=seal)  # also to replicas that we do not count on
         return seal
 
     def _leaves(self) -> bool:

@@ -19,7 +19,7 @@ from muletrain.runtime.averaging.messages import AskGradient
 from muletrain.runtime.core.times import AGAIN_S, GONE_S, LAG_S, pause_s
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.members.messages import Suspected
-from muletrain.runtime.members.row import Abstain, Counts
+from muletrain.runtime.members.row import Statements
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.record_builder import Certificate
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
-    from muletrain.runtime.members.row import RoundEntry, Row, Seal, StageEntry, Sync, TiedEntry
+    from muletrain.runtime.members.row import RoundEntry, Row, Seal, Sync
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.gradient_log import GradientLog
     from muletrain.runtime.step.record import StepRecord
@@ -113,88 +113,87 @@ class Exchange:
         return self._known.get(peer, 0)
 
     def hear(self, peer: PeerId, row: Row) -> None:
-        """Take in the statements of ``peer``, unless known, or made at a stage that ``peer`` has not yet introduced
-        itself at."""
-        state, roster = self._state, self._ctx.roster
+        """Take in the statements in the row of ``peer``, unless known, or made at a stage that ``peer`` has not yet
+        introduced itself at."""
+        roster = self._ctx.roster
         if row.version in (0, self.known(peer)) or not roster.knows(peer) or roster.member(peer).stage != row.stage:
             return
-        self._applied[peer] = row.record
+        self._applied[peer] = b"" if row.said is None else row.said.record
         try:
-            if row.abstains:
-                self.on_abstain(peer)
-            if row.seal is not None:
-                self.on_seal(peer, row.seal)
-            of_ours = not row.applied or state.builder.claim(peer, row.applied, row.record, row.product)
-            if row.entry is not None and of_ours:
-                if row.applied:
-                    state.hear_applied(peer, row.entry)
-                self.on_entry(peer, row.entry)
-            if row.tied is not None:
-                self.on_tied(peer, row.tied)
+            if row.said is not None:
+                self._take_in(peer, row.said)
             self._known[peer] = row.version
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))
-        self._ctx.news.touched()
 
-    def on_seal(self, sender: PeerId, seal: Seal) -> None:
-        """Take in a seal. Raises ProtocolError."""
+    def on_statements(self, sender: PeerId, said: Statements) -> None:
+        """Take in what ``sender`` tells unasked. Raises ProtocolError."""
+        if said.entries and 2 * self._state.size <= speakers.DIRECT:  # no peer counts so many more than we do
+            raise ProtocolError("a speaker in a run where everyone tells everyone")
+        if said.record and said.stage != self._ctx.roster.own.stage:
+            raise ProtocolError("a record from a speaker of another stage")
+        self._take_in(sender, said)
+
+    def _take_in(self, sender: PeerId, said: Statements) -> None:
+        """Raises ProtocolError."""
+        state, builder = self._state, self._state.builder
+        if (said.step, said.lineage) != (state.step, state.lineage) or said.stage != self._ctx.roster.member(
+            sender
+        ).stage:
+            raise ProtocolError("statements about another step or lineage, or from another stage")
+        if said.abstains is not None:
+            state.hear_abstention(sender, said.abstains)
+        if said.seal is not None:
+            self._hear_seal(sender, said.seal)
+        of_ours = not said.record or builder.claim(sender, said.entries, said.record, said.product)
+        if said.entries and not said.record:
+            builder.certify(sender, said.stage, Certificate(said.entries[0], said.product))
+        if said.entry is not None and of_ours:
+            self._hear_entry(sender, said.entry, applied=bool(said.record))
+        if said.tied is not None:
+            state.hear_tied(sender, said.tied)
+        self._ctx.news.touched()
+        if not self._work.all_completed and (said.seal or said.entry or said.entries):
+            self._overtaken_by(sender, applied=False)
+
+    def _hear_seal(self, sender: PeerId, seal: Seal) -> None:
         news = self._state.hear_seal(sender, seal)
         self._log.arrived(sender)
-        if not news:
-            return
-        self._question(sender)
-        self._ctx.news.touched()
-        if not self._work.all_completed:
-            self._overtaken_by(sender, applied=False)
-        if self._state.attested is not None:  # no further attempt is needed: every replica can take our gradient
-            self._ctx.spawn(self._ctx.tell((sender,), self._state.attested), "entry again")
+        if news:
+            self._question(sender)
+        if news and (entry := self._state.attested):  # no further attempt is needed: replicas can take our gradient
+            self._tell((sender,), entry=entry)
 
-    def on_entry(self, sender: PeerId, entry: RoundEntry) -> None:
-        """Take in a round entry. Raises ProtocolError."""
+    def _hear_entry(self, sender: PeerId, entry: RoundEntry, *, applied: bool) -> None:
+        if applied:
+            self._state.hear_applied(sender, entry)
         if self._state.hear_entry(sender, entry):
             self._question(sender)
-        self._ctx.news.touched()
-        if not self._work.all_completed:
-            self._overtaken_by(sender, applied=False)
         for member in entry.without:  # the round counts only if such members are down
             self._ctx.detector.look_after(member, self._state.lineage, self._state.step)
-
-    def on_counts(self, sender: PeerId, counts: Counts) -> None:
-        """Take in a speaker's word about its stage, or the record from a speaker of ours. Raises ProtocolError."""
-        state, stage = self._state, self._ctx.roster.member(sender).stage
-        if 2 * state.size <= speakers.DIRECT:  # no peer counts so many more than we do
-            raise ProtocolError("a speaker in a run where everyone tells everyone")
-        if not counts.record:
-            state.builder.certify(sender, stage, Certificate(counts.entries[0], counts.product))
-        elif stage == self._ctx.roster.own.stage:
-            state.builder.claim(sender, counts.entries, counts.record, counts.product)
-        else:
-            raise ProtocolError("a record from a speaker of another stage")
-        self._ctx.news.touched()
-        if not self._work.all_completed:
-            self._overtaken_by(sender, applied=False)
-
-    def on_tied(self, sender: PeerId, entry: TiedEntry) -> None:
-        """Take in a product for tied parameters. Raises ProtocolError."""
-        self._state.hear_tied(sender, entry)
-        self._ctx.news.touched()
-
-    def on_abstain(self, sender: PeerId, attempt: int = 0) -> None:
-        """Take in that ``sender`` abstains before ``attempt``."""
-        self._state.hear_abstention(sender, attempt)
-        self._ctx.news.touched()
 
     def on_later(self, sender: PeerId, *, applied: bool) -> None:
         """A frame of ``sender`` shows that it has all microbatches of this step through, or has ``applied`` the
         step."""
         self._overtaken_by(sender, applied=applied)
 
+    # What we state ----------------------------------------------------------------------------------------------------
+
+    def state(self, peers: tuple[PeerId, ...], **changed: Any) -> None:
+        """Tell ``peers`` what this peer states anew, as fields of ``Statements``."""
+        self._state.changed()
+        self._tell(peers, **changed)
+
+    def _tell(self, peers: tuple[PeerId, ...], **said: Any) -> None:
+        at, stage = self._state, self._ctx.roster.own.stage
+        statements = Statements(lineage=at.lineage, step=at.step, stage=stage, **said)
+        self._ctx.spawn(self._ctx.tell(peers, statements), "statements")  # a frozen peer must not hold us up
+
     def abstain(self) -> None:
         """Our replicas go on without us: tell all peers that the round counts without our word."""
         if (attempt := self._state.abstain()) is not None:
             self._ctx.news.touched()
-            message = Abstain(lineage=self._state.lineage, step=self._state.step, attempt=attempt)
-            self._ctx.spawn(self._ctx.tell(self._state.audience(), message), "abstain")
+            self.state(self._state.audience(), abstains=attempt)
 
     def speak(self) -> None:
         """If this peer is a speaker of a large run, tell the speakers of the other stages which round of its stage
@@ -210,25 +209,16 @@ class Exchange:
             return
         if certificate is not None:
             others = {p for s in range(self._ctx.plan.stages) if s != own for p in state.speakers(s)}
-            self._speak(others, certificate.entry.round, (certificate.entry,), certificate.product)
+            new = self._unaware(certificate.entry.round, others)
+            self._tell(new, entries=(certificate.entry,), product=certificate.product)
         if record is not None:
-            self._speak({*roster.replicas()}, record.hash, record.stages, record.product, record.hash)
+            new = self._unaware(record.hash, {*roster.replicas()})
+            self._tell(new, entries=record.stages, product=record.product, record=record.hash)
 
-    def _speak(
-        self, to: set[PeerId], about: bytes, entries: tuple[StageEntry, ...], product: float, record: bytes = b""
-    ) -> None:
-        state, said = self._state, self._said[about]
-        if new := to - said:
-            said |= new
-            counts = Counts(
-                lineage=state.lineage,
-                step=state.step,
-                stage=self._ctx.roster.own.stage,
-                entries=entries,
-                product=product,
-                record=record,
-            )
-            self._ctx.spawn(self._ctx.tell(tuple(sorted(new)), counts), "counts")
+    def _unaware(self, about: bytes, peers: set[PeerId]) -> tuple[PeerId, ...]:
+        """The ``peers`` that we had not told about a round or a record, and tell now."""
+        new, self._said[about] = tuple(sorted(peers - self._said[about])), self._said[about] | peers
+        return new
 
     def make_sure(self) -> None:
         """Find out whether other peers hear the replicas that we lost: these replicas vote then, and this peer alone
@@ -429,29 +419,20 @@ class Exchange:
         them."""
         state, own = self._state, self._ctx.roster.own.stage
         if (ask.step, ask.lineage) == (state.step, state.lineage):
-            if ask.known == state.version:
-                return {"version": state.version}
-            return {
-                "version": state.version,
-                "seal": state.announced if ask.stage == own else None,
-                "entry": state.attested,
-                "tied": state.tied,
-                "abstains": self._ctx.net.peer_id in state.builder.abstaining(own),
-            }
-        applied = self._log.applied(sender, ask.step, ask.lineage) if ask.record else None
-        if applied is None:
+            said: dict[str, Any] = {"entry": state.attested, "tied": state.tied, "abstains": state.abstained}
+            if ask.stage == own:
+                said["seal"] = state.announced
+            version = state.version
+        elif ask.record and (applied := self._log.applied(sender, ask.step, ask.lineage)) is not None:
+            entry, record = applied
+            entry = entry.model_copy(update={"holder": self._ctx.net.peer_id, "without": ()})
+            said = {"entry": entry, "entries": record.stages, "product": record.product, "record": record.hash}
+            version = int.from_bytes(record.hash[-6:])
+        else:
             return {}
-        entry, record = applied
-        version = int.from_bytes(record.hash[-6:])
-        if ask.known == version:
+        if version in (0, ask.known):
             return {"version": version}
-        return {
-            "version": version,
-            "entry": entry.model_copy(update={"holder": self._ctx.net.peer_id, "without": ()}),
-            "applied": record.stages,
-            "product": record.product,
-            "record": record.hash,
-        }
+        return {"version": version, "said": Statements(lineage=ask.lineage, step=ask.step, stage=own, **said)}
 
 
 class Current(Protocol):

@@ -190,9 +190,8 @@ class Reduction:
             self._company.note_overdue(m for m in without if alive(m))
         self._rivals = others
         state.attested = entry.model_copy(update={"holder": me, "without": tuple(sorted(without))})
-        state.changed()
         builder.add(state.attested)
-        ctx.spawn(ctx.tell(state.audience(), state.attested), "entry")  # a frozen peer must not hold us up
+        self._exchange.state(state.audience(), entry=state.attested)
 
     async def ask_entries(self) -> None:
         """Ask for round entries while we wait for the record."""

@@ -76,7 +76,7 @@ class StepRunner:
         agreement = RoundAgreement(
             ctx, position, self._departure, state, company, exchange, reruns, audit, waits, deadlines
         )
-        self._tied = TiedSum(ctx, state, self._downloader)
+        self._tied = TiedSum(ctx, state, exchange, self._downloader)
         self._reduction = Reduction(
             ctx,
             position,

@@ -112,9 +112,7 @@ class StepState:
     def hear_seal(self, sender: PeerId, seal: Seal) -> bool:
         """Take in a seal. False: no news. Raises ProtocolError."""
         roster, microbatches = self._ctx.roster, self._ctx.plan.microbatches
-        if (seal.step, seal.lineage) != (self.step, self.lineage):
-            raise ProtocolError("seal of another step or lineage")
-        if seal.stage != roster.own.stage or roster.member(sender).stage != roster.own.stage:
+        if roster.member(sender).stage != roster.own.stage:
             raise ProtocolError("seal from a peer of another stage")
         if (
             sender not in seal.members
@@ -166,8 +164,12 @@ class StepState:
         if attempt <= self._aside.get(me, -1):
             return None
         self.hear_abstention(me, attempt)
-        self.changed()
         return attempt
+
+    @property
+    def abstained(self) -> int | None:
+        """The first attempt after our last abstention; None: we did not abstain."""
+        return self._aside.get(self._ctx.net.peer_id)
 
     # Who hears it -----------------------------------------------------------------------------------------------------
 

@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.blocks import Downloader
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.row import StageEntry
+    from muletrain.runtime.step.exchange import Exchange
     from muletrain.runtime.step.state import StepState
 
 
 class TiedSum:
     """Takes the other stage's part in one step; each step has a new one."""
 
-    def __init__(self, ctx: Context, state: StepState, downloader: Downloader) -> None:
-        self._ctx, self._state, self._downloader = ctx, state, downloader
+    def __init__(self, ctx: Context, state: StepState, exchange: Exchange, downloader: Downloader) -> None:
+        self._ctx, self._state, self._exchange, self._downloader = ctx, state, exchange, downloader
         tied, self._own = ctx.plan.tied, ctx.roster.own.stage
         self._tied = tied if tied is not None and self._own in tied.stages else None
         self._working: asyncio.Task[None] | None = None
@@ -74,11 +75,10 @@ class TiedSum:
             found = await ctx.compute.offload(lambda: product(tied.part(own.values, self._own), other.values))
             first, second = sorted((own.for_record, theirs), key=lambda entry: entry.stage)
             rounds = first.round, second.round
-            state.tied = TiedEntry(lineage=state.lineage, step=state.step, rounds=rounds, product=found)
+            state.tied = TiedEntry(rounds=rounds, product=found)
             self._stated = own.for_record, theirs
-            state.changed()
             state.builder.add_tied(ctx.net.peer_id, state.tied)
-            ctx.spawn(ctx.tell(state.audience(), state.tied), "tied entry")
+            self._exchange.state(state.audience(), tied=state.tied)
         ctx.news.touched()
 
     async def take(self, theirs: StageEntry) -> bool:
