@@ -20,7 +20,7 @@ from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.base import Microbatch
 from muletrain.compute.jobs import Jobs
 from muletrain.compute.torch_compute import TorchCompute
-from muletrain.events import MicrobatchesRerun, MicrobatchRerouted, Note, PeerDown, StepApplied, SteppedBack
+from muletrain.events import MicrobatchesRerun, MicrobatchRerouted, Note, PeerDown, StepApplied, SteppedBack, StepWaits
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.worker_files import EXIT_ERROR
 from muletrain.runtime.core.meter import DeviceHung
@@ -109,6 +109,17 @@ def test_the_last_peer_of_a_stage_is_not_given_up_for_being_slow() -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("stages", [(2, 2), (2, 3)])
+def test_a_device_that_hangs_in_the_first_step_teaches_nobody_to_wait(stages: tuple[int, ...]) -> None:
+    """The first wait for a record, of two minutes, made the next ones so long that the replica which had gone on gave
+    up, and with it the run. Found by 'python -m proofs fuzz' (seed 200031)."""
+    faults = Fault(0.0563, "freeze", ("peer-1a",), for_s=4.8446), Fault(0.6659, "hang", ("peer-0a",), for_s=FOR_EVER_S)
+    outcome = play(Scenario(200031, stages, 2, 3, 5, DELAY_S, faults, overrides=("optimizer.delayed=true",)))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert max(e.t for e in outcome.of(StepApplied)) < 400.0
+    assert {tuple(e.names) for e in outcome.of(StepWaits, what="the stage's replicas to seal")} == {("peer-0a",)}
+
+
 def test_a_late_peer_is_not_counted_on_again_because_it_answers() -> None:
     """Without delays it was believed dead for being behind, asked, alive because it answered, and so on: no time passed
     any more."""

@@ -21,7 +21,7 @@ from muletrain.cli.actions.visit import ask_to_stop, found_run, show_status, sto
 from muletrain.cli.show.status import Announced, announced_by, status_of
 from muletrain.clock import LoopClock
 from muletrain.errors import MuletrainError, PeerUnreachable
-from muletrain.events import EventLog, RunFinished, StepDone, Validated
+from muletrain.events import EventLog, RunFinished, StepDone, StepWaits, Validated
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.folder import held
 from muletrain.runs.join.removal import CALL_TIMEOUT_S, Listed, Members, serve_members, serving
@@ -32,6 +32,7 @@ from muletrain.runtime.peer.messages import LOADING, StopRun
 from muletrain.runtime.peer.reporting import Shown
 from tests.daemons import OWNER, SECRET, world
 from tests.played_events import played, prepared
+from tests.test_console import applied
 from tests.virtual import virtually
 
 if TYPE_CHECKING:
@@ -84,6 +85,22 @@ def test_status_shows_progress_and_which_stage_nobody_serves() -> None:
     assert ["1", "b", "training", "3", "0", "s", "ago"] in [line.split() for line in text.splitlines()]
     assert "no recent announcement" in text
     assert "stage 1 has no peer; 2 of 4 peers ready" in " ".join(text.split())
+
+
+def test_status_shows_for_whom_the_run_waits_and_what_comes_next() -> None:
+    told = StepWaits(step=5, what="the stage's replicas to seal", names=["b"], more=2, seconds=31.0, then="asks again")
+    peer = Announced.read("id-of-a", announced(name="a", stage=0, step=4, waits=told.reason()))
+    assert peer is not None
+    console = Console(file=io.StringIO(), width=80)
+    console.print(status_of([peer], ()))
+    text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "a has waited 31 s for the stage's replicas to seal (b, 2 more); asks again" in text
+    view = RunView()
+    assert view.fold(replace(told, peer="a"))
+    assert not view.fold(replace(told, peer="b")), "one peer of those that wait for the same is enough"
+    assert view.peers["a"].waits is not None
+    view.fold(applied("a", 0, step=5))
+    assert view.peers["a"].waits is None
 
 
 def test_status_shows_how_old_its_news_is_and_believes_the_fresh() -> None:

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from muletrain.clock import LoopClock
+from muletrain.events import StepWaits
 from muletrain.policy.deadline import Deadline, Pulse
 from muletrain.runtime.core.waiting import MAX_SILENCE, News, Waits, unless_done
+from proofs.play import play
+from proofs.scenario import FOR_EVER_S, Fault, Scenario
 from tests.virtual import virtually
 
 
@@ -195,8 +198,19 @@ def test_a_deadline_that_was_missed_does_not_lengthen_the_next() -> None:
     assert took[-1] < 4.0
 
 
+def test_a_wait_says_for_whom_and_what_comes_next() -> None:
+    """Once it takes long; and again each time it has become twice as long."""
+    lie = Fault(0.0, "lie", ("peer-1b",), for_s=FOR_EVER_S, how="seals")
+    outcome = play(Scenario(3, (2, 2), 2, 6, 8, 0.05, (lie,)))
+    waits = outcome.of(StepWaits, "peer-1a", what="the stage's replicas to seal")
+    assert {(w.step, *w.names) for w in waits} == {(1, "peer-1b")}
+    assert [round(w.seconds) for w in waits] == [9, 19, 39]
+    assert "goes on without them" in waits[0].sentence()
+    assert not outcome.of(StepWaits, step=6), "it is left out"
+
+
 @pytest.mark.parametrize(
-    ("comes_s", "deadline_s"), [((1.0, 2.0, 100.0), 30.0), ((1.0, 31.0, 100.0), 93.0), ((95.0, 100.0), 300.0)]
+    ("comes_s", "deadline_s"), [((1.0, 2.0, 100.0), 30.0), ((1.0, 31.0, 100.0), 93.0), ((95.0, 100.0), 60.0)]
 )
 def test_what_came_before_the_second_question_says_how_long_a_first_wait_takes(
     comes_s: tuple[float, ...], deadline_s: float

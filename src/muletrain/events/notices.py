@@ -32,6 +32,27 @@ class Notice(Event, abstract=True):
 # Steps ----------------------------------------------------------------------------------------------------------------
 
 
+class StepWaits(Notice):
+    """A peer's step takes long. ``names``: awaited peers, and the number of ``more``; ``seconds``: so far; ``then``: what
+    the peer does next."""
+
+    step: int
+    what: str
+    names: list[str]
+    more: int
+    seconds: Number
+    then: str
+
+    def reason(self) -> str:
+        """Without the step."""
+        names = ", ".join([*self.names, *([f"{self.more} more"] if self.more else [])])
+        whom = f" ({names})" if names else ""
+        return f"has waited {self.seconds:.0f} s for {self.what}{whom}; {self.then}"
+
+    def sentence(self) -> str:
+        return f"step {self.step}: {self.peer or 'a peer'} {self.reason()}"
+
+
 class MicrobatchesRerun(Notice):
     """A stage computes microbatches again that are in no accumulator."""
 

@@ -357,6 +357,8 @@ class PeerView:
     """Wall time of the suspicion [s]."""
     lost: bool = False
     """The peer neither left in order nor was sent away, and is not back."""
+    waits: ev.StepWaits | None = None
+    """The present step's wait, if it takes long."""
     step: int = 0
     microbatches: int = 0
     recomputed: int = 0
@@ -555,6 +557,8 @@ class RunView:
                 return news
             case ev.FleetMeasured() | ev.ProbeFailed():
                 self.probing = None
+            case ev.StepWaits():
+                return self._wait(event)
             case ev.StepApplied():
                 self._apply(event)
             case ev.SwapWorked():
@@ -648,8 +652,16 @@ class RunView:
         if peer_id in self._by_id:
             self._by_id[peer_id].state, self._by_id[peer_id].lost = state, False
 
+    def _wait(self, event: ev.StepWaits) -> bool:
+        """News is a wait of which no other peer told."""
+        about = event.step, event.what, tuple(event.names)
+        news = all((w.step, w.what, tuple(w.names)) != about for p in self.peers.values() if (w := p.waits) is not None)
+        self.peers.setdefault(event.peer, PeerView(event.peer)).waits = event
+        return news
+
     def _apply(self, event: ev.StepApplied) -> None:
         peer = self.peers.setdefault(event.peer, PeerView(event.peer))
+        peer.waits = None
         peer.stage, peer.step = event.stage, event.step
         if peer.state == "gone":
             self.asides.append(f"{peer.name} is back")

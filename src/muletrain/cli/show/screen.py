@@ -106,6 +106,9 @@ class Screen:
         if view.missing:
             more = f" and {n} more" if (n := len(view.missing) - LISTED) > 0 else ""
             yield Text(f"waiting: {'; '.join(view.missing[:LISTED])}{more}", style="yellow")
+        waits = [peer.waits for peer in view.peers.values() if peer.waits is not None and not peer.lost]
+        if waits:
+            yield Text(max(waits, key=lambda w: w.seconds).sentence(), style="yellow")
         for stage, lost in list(self._lost().items())[:2]:
             names = ", ".join(p.name for p in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
             plainly = "does not answer" if lost[0].state == "suspected" else "is gone"

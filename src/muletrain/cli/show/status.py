@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 LISTED = 16
 """Most peers that are listed one by one without being asked to."""
+SHOWN_WAITS = 3
+"""Most waits that are shown."""
 FRESH_S = 15.0
 """Age from which an announcement is stale: members announce every 10 s (``runtime.peer.messages.ANNOUNCE_S``), and clocks
 differ by some seconds."""
@@ -63,8 +65,10 @@ def status_of(
     if measured:
         step, loss = max(measured)
         figures.append(f"held-out loss {loss:.3f} at step {step}")
+    waiting = sorted((p for p in peers if p.waits), key=lambda p: p.step)[:SHOWN_WAITS]
+    table = (_table if verbose or len(peers) <= LISTED else _stages)(peers, at)
     return Group(
-        Text("  ".join(figures), style="bold"), (_table if verbose or len(peers) <= LISTED else _stages)(peers, at)
+        Text("  ".join(figures), style="bold"), table, *(Text(f"{p.name} {p.waits}", style="yellow") for p in waiting)
     )
 
 
@@ -132,6 +136,7 @@ def announced_by(view: RunView, now: float) -> list[Announced]:
     for peer in (p for of_stage in view.stages(present=True).values() for p in of_stage):
         own = {"name": peer.name, "stage": peer.stage, "trainer": peer.trainer, "state": peer.state}
         own |= {"parts": peer.parts} if peer.parts else {}
+        own |= {"waits": peer.waits.reason()} if peer.waits is not None else {}
         read.append(Announced.read(peer.peer_id or peer.name, json.dumps({**run, **own}).encode()))
     return [p for p in read if p is not None]
 
@@ -193,6 +198,8 @@ class Announced(BaseModel):
     """Whether the member left in order."""
     state: Annotated[str, Field(min_length=1, max_length=32), AfterValidator(printable)] = "training"
     """The member's own word for its state."""
+    waits: Annotated[str, Field(max_length=2048), AfterValidator(printable)] = ""
+    """What the member has waited for, for how long, and what it does next; empty: nothing takes long."""
     collects: bool = False
     """Whether the member collects the run's checkpoints."""
     down: Annotated[tuple[Down, ...], Field(max_length=64)] = ()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from muletrain.errors import DeadlineExceeded, MuletrainError
 from muletrain.runtime.core.times import ENDLESS, PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable, Iterator
 
     from muletrain.clock import Clock
     from muletrain.policy.deadline import Deadline, Pulse
@@ -28,8 +29,22 @@ async def _nothing() -> None:
     pass
 
 
+def _nobody() -> Iterable[str]:
+    return ()
+
+
+class Awaited(NamedTuple):
+    """What one peer waits for, and since when [s, clock]. ``whom``: returns the awaited peers. ``then``: returns what the
+    peer does if nothing comes."""
+
+    what: str
+    since_s: float
+    whom: Callable[[], Iterable[str]]
+    then: Callable[[], str]
+
+
 class News:
-    """Wakes the waits of one peer."""
+    """Wakes the waits of one peer, and says what the peer waits for."""
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
@@ -40,10 +55,21 @@ class News:
         """Returns the duration of a full queue [s] (``Context.queue_s``). No wait is given up sooner."""
         self.stuck = False
         """Has a stage, or the run, been without peers or trainers for long? Then our own work leads nowhere."""
+        self.awaited: Awaited | None = None
+        """The present wait, if any."""
 
     def touched(self) -> None:
         """Note a change on which a wait may depend, such as an arrived message or a finished microbatch."""
         self.changed.set()
+
+    @contextmanager
+    def waits(self, awaited: Awaited) -> Iterator[None]:
+        """Say what the peer waits for meanwhile."""
+        before, self.awaited = self.awaited, awaited
+        try:
+            yield
+        finally:
+            self.awaited = before
 
     def hurry(self) -> None:
         """A peer died that may have owed an awaited result: ask now, not at the deadline."""
@@ -58,8 +84,8 @@ class Waiter(Protocol):
         """Called after every change. An error raised here ends the wait."""
         ...
 
-    def who_is_there(self) -> str:
-        """Describes the reachable peers, for the error of a wait that is given up."""
+    def who_is_there(self, awaited: Iterable[str] = ()) -> str:
+        """Describes the ``awaited`` and the reachable peers, for the error of a wait that is given up."""
         ...
 
 
@@ -98,10 +124,13 @@ class Waits:
         ask: Callable[[], Coroutine[Any, Any, object]] = _nothing,
         pulse: Pulse | None = None,
         so_far: Callable[[], int] = lambda: 0,
+        whom: Callable[[], Iterable[str]] = _nobody,
+        then: Callable[[], str] | None = None,
     ) -> None:
         """Wait for ``condition``, which holds on return. Call ``ask`` at each missed deadline, and when a peer dies,
         and wait on meanwhile. No deadline is missed while ``pulse`` goes on, with pauses of at most half the deadline.
-        ``so_far`` measures how much of the awaited result has come.
+        ``so_far`` measures how much of the awaited result has come. ``whom``: returns the awaited peers. ``then``: returns
+        what happens if they never come; None: the wait is given up (``Awaited``).
 
         Raises MuletrainError when the wait is hopeless, and errors of ``ask`` and ``look_around``.
         """
@@ -116,8 +145,13 @@ class Waits:
                 self.grew()
             return condition()
 
+        def next_() -> str:
+            give_up = then() if then is not None else f"ends after {self._signals.patience_s:.0f} s without progress"
+            return f"asks again in {max(0.0, due - self._clock.now()):.0f} s, {give_up}"
+
         self._signals.hurried = False
         asking: asyncio.Task[object] | None = None
+        before, self._signals.awaited = self._signals.awaited, Awaited(what, begin, whom, next_)
         try:
             while True:
                 self._signals.changed.clear()
@@ -151,9 +185,12 @@ class Waits:
                     attempt += 1
                     due = self._clock.now() + min(deadline.seconds(attempt), self._signals.patience_s / LOOKS)
                     if attempt >= MAX_SILENCE and self.hopeless(begin):
-                        raise MuletrainError(f"gave up waiting for {what}; {self._waiter.who_is_there()}") from None
+                        raise MuletrainError(
+                            f"gave up waiting for {what}; {self._waiter.who_is_there(whom())}"
+                        ) from None
                     self._signals.hurried = True
         finally:
+            self._signals.awaited = before
             if asking is not None:
                 await _cancelled(asking)
         if attempt == 0:
@@ -165,9 +202,11 @@ class Waits:
     def _first_idea_s(deadline: Deadline, came_s: float, took_s: float) -> float:
         """Estimates the usual duration after a first wait that missed its ``deadline``. A wait that our question ended
         does not measure the duration (Karn's algorithm), and later waits are no longer measured then. Arrivals before
-        the second question (``came_s``) tell more than the whole wait (``took_s``), which a liar may have held up. The
-        deadline was too short, so the next deadline, three times a first measurement, is no shorter."""
-        return min(took_s, max(came_s, deadline.seconds() / 3))
+        the second question (``came_s``; inf: there were none) tell more than the whole wait (``took_s``), which a liar or a
+        hung device may have held up. The deadline was too short, so the next deadline, three times a first measurement,
+        is no shorter; without arrivals it is twice as long (RFC 6298, 5.5)."""
+        missed_s = deadline.seconds()
+        return min(took_s, max(came_s, missed_s / 3) if came_s < math.inf else 2 * missed_s / 3)
 
     def hopeless(self, begin: float, times: int = 1) -> bool:
         """Has a wait since ``begin`` seen no progress for ``times`` times the patience, or lasted endlessly?"""

@@ -19,7 +19,7 @@ from muletrain.runtime.pool.server import PooledCompute
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable
 
     from muletrain.clock import Clock
     from muletrain.compute.base import Compute
@@ -163,11 +163,13 @@ class Context:
         """Report that ``peer`` sent something invalid."""
         self.emit(FrameRefused(remote=peer, reason=reason))
 
-    def who_is_there(self) -> str:
-        """Describes the reachable stages, for errors. Raises DeviceHung if an operation of this peer's own device explains
-        the wait."""
+    def who_is_there(self, awaited: Iterable[PeerId] = ()) -> str:
+        """Describes the ``awaited`` peers and the reachable stages, for errors. Raises DeviceHung if an operation of this
+        peer's own device explains the wait."""
         if self.meter.late:
             raise DeviceHung(self.meter.late)
         lost = [s for s in range(self.plan.stages) if not self.roster.stage(s)]
         gone = f"no peer of stages {lost} can be reached" if lost else "every stage can be reached"
+        if names := ", ".join(self.roster.name(p) for p in awaited):
+            gone = f"awaited: {names}; {gone}"
         return gone if self.roster.trainers() else f"{gone}, and no trainer can be reached"

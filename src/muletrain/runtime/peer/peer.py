@@ -293,6 +293,7 @@ class Peer:
     async def _announce_often(self) -> None:
         """Ends when cancelled."""
         while True:
+            self.reporting.tell_wait(self.position.step)
             await self._announce(left=False)
             await self._ctx.clock.sleep(ANNOUNCE_S)
 

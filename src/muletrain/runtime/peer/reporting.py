@@ -18,9 +18,11 @@ from muletrain.events import (
     StepApplied,
     StepDone,
     StepSkipped,
+    StepWaits,
     SwapWorked,
 )
 from muletrain.events.facts import SMOOTHING
+from muletrain.runtime.core.times import AGAIN_S
 from muletrain.runtime.peer.messages import LOADING, SHOWN_DOWN, Report
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.record import StepRecord
     from muletrain.strategies.base import StandIn
 
+NAMED = 8
+"""Most awaited peers that are named."""
 REPORTS, REPORTS_A_STEP = 256, 4
 """Reports of one peer that are accepted at first, and for each step that we applied: the reporter may be ahead of us,
 and steps after a rollback are done again."""
@@ -62,6 +66,8 @@ class Reporting:
         self._ctx, self._host, self._apart = ctx, host, apart
         self._shown = Shown()
         self._applied = 0
+        self._said: tuple[float, float] = (math.inf, 0.0)
+        """Begin of the wait that was told last, and how long the wait takes until it is told again [s]."""
         self._reports: Counter[PeerId] = Counter()
         """Reports received from peers of other machines, which go onto our disk."""
 
@@ -157,6 +163,30 @@ class Reporting:
             raise ProtocolError(f"a {event.kind} event that is not about its sender")
         self._host.reported(event, member.name)
 
+    def wait(self, step: int) -> StepWaits | None:
+        """The wait of the step with this number that takes as long as a peer may take to answer, and longer."""
+        awaited, ctx = self._ctx.news.awaited, self._ctx
+        if awaited is None or (seconds := ctx.clock.now() - awaited.since_s) < AGAIN_S:
+            return None
+        names = [ctx.roster.name(p) for p in awaited.whom()]
+        return StepWaits(
+            step=step + 1,
+            what=awaited.what,
+            names=names[:NAMED],
+            more=max(0, len(names) - NAMED),
+            seconds=seconds,
+            then=awaited.then(),
+        )
+
+    def tell_wait(self, step: int) -> None:
+        """Report a long wait, and again each time that it has become twice as long."""
+        if (wait := self.wait(step)) is None or (awaited := self._ctx.news.awaited) is None:
+            return
+        since_s, after_s = self._said
+        if awaited.since_s != since_s or wait.seconds >= after_s:
+            self._said = awaited.since_s, 2 * wait.seconds
+            self._ctx.emit(wait)
+
     def status(self, step: int, *, left: bool, loading: bool = False) -> dict[str, Any]:
         """Returns the status shown by 'muletrain status' of a peer that is at ``step``, has ``left`` in order, or is
         ``loading`` its stage."""
@@ -169,6 +199,8 @@ class Reporting:
             status["parts"] = ctx.compute.parts
         status |= {"step": step, "steps": plan.steps, "left": left, "collects": self.speaks()}
         status |= {"state": LOADING} if loading else {}
+        if (wait := self.wait(step)) is not None:
+            status["waits"] = wait.reason()
         status["down"] = [{"id": m.id, "name": m.name, "stage": m.stage} for m in self._ctx.roster.down()[-SHOWN_DOWN:]]
         if self._shown.weight:
             status["loss"] = self._shown.loss / self._shown.weight

@@ -134,6 +134,8 @@ class RoundAgreement:
             self._deadlines.seal,
             "the stage's replicas to seal",
             self._exchange.ask_replicas,
+            whom=missing,
+            then=lambda: f"goes on without them {self._given_s():.0f} s after their last progress",
         )
         self._company.check()
         self._company.note_lost(m for m in seal.members if not ctx.roster.is_alive(m))
@@ -182,12 +184,15 @@ class RoundAgreement:
         ahead = self._position.ahead
         return self._departure.announced() and (ahead is None or ahead.ledger.sealed)
 
+    def _given_s(self) -> float:
+        """The time that replicas have for some progress: as long as steps take [s]."""
+        return min(max(GONE_S, self._deadlines.step.seconds()), OF_PATIENCE * self._ctx.news.patience_s)
+
     def _overdue(self, since: float) -> bool:
         """Have the awaited replicas had their time since ``since``? Yes, if no replica has made progress for as long as
         steps take; and after the time of a full queue, since reports may be lies."""
-        usual_s, waits, clock = max(GONE_S, self._deadlines.step.seconds()), self._waits, self._ctx.clock
-        quiet = waits.quiet_s(since) >= min(usual_s, OF_PATIENCE * self._ctx.news.patience_s)
-        return quiet or clock.now() - since >= max(usual_s, self._ctx.queue_s())
+        most_s = max(GONE_S, self._deadlines.step.seconds(), self._ctx.queue_s())
+        return self._waits.quiet_s(since) >= self._given_s() or self._ctx.clock.now() - since >= most_s
 
     async def look_on(self) -> None:
         """Abstain while other replicas run our part again. Ends within ``_overdue`` after their last progress; earlier if
@@ -219,6 +224,8 @@ class RoundAgreement:
             Deadline(AGAIN_S, AGAIN_S),
             "replicas that go on without this peer",
             ask,
+            whom=self._company.views,
+            then=lambda: f"goes on without them {self._given_s():.0f} s after their last progress",
         )
         if self._company.yields(self._company.members()):
             self._company.note_stalled()

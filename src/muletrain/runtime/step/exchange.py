@@ -100,6 +100,8 @@ class Exchange:
         """Our last certificate and record, and the roster's version."""
         self._applied: dict[PeerId, bytes] = {}
         """Hash of the record that each peer applied, as it says."""
+        self._at_work: dict[PeerId, frozenset[int]] = {}
+        """Microbatches in flight at each peer, or given out by it, as it said last."""
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was still at an earlier step."""
         self._most: dict[PeerId, list[int]] = {}
@@ -323,6 +325,7 @@ class Exchange:
         if row.moved > moved or row.round != round_ or row.late or row.in_flight:
             self._waits.came_on()
         accumulated = len({*row.accumulated} & {*range(ctx.plan.microbatches)})  # the report may be false
+        self._at_work[peer] = frozenset({*row.in_flight, *row.given}) if row.current else frozenset()
         if row.current and (most := self._most.setdefault(peer, [0])[-1]) != accumulated:
             if accumulated > most:
                 self._most[peer][-1] = accumulated
@@ -411,6 +414,10 @@ class Exchange:
         record, own = builder.record(), self._ctx.roster.own.stage
         if record is not None and builder.told(record.stages[own]) is None:  # only replicas know its shards
             await asyncio.gather(*map(self._sync, self._ctx.roster.replicas()))
+
+    def at_work(self) -> tuple[PeerId, ...]:
+        """The peers that had microbatches in flight that this step lacks, or that gave them out, when asked last."""
+        return tuple(p for p, indices in self._at_work.items() if indices - self._work.losses.keys())
 
     # What we answer ---------------------------------------------------------------------------------------------------
 

@@ -286,6 +286,15 @@ class RecordBuilder:
         product = self._counting_product(both) if len(both) == len(self.tied) else None
         return None if product is None else Certificate(chosen.entry, product)
 
+    def owing(self) -> tuple[str, ...]:
+        """The voters that have not attested, of stages without a round that counts."""
+        undecided = [stage for stage in range(self.stages) if self._counts(stage) is None]
+        attesting = {
+            m for (stage, _), each in self._rounds.items() if stage in undecided for k in each for m in k.holders
+        }
+        voters = [p for stage in undecided for p in self.live.voters(stage) if p not in self._abstaining[stage]]
+        return tuple(p for p in voters if p not in attesting)
+
     def settle(self) -> None:
         """Fix the record, which is being applied."""
         self._settled = self.record() is not None

@@ -13,6 +13,7 @@ from muletrain.events import AveragingFailed, RoundGivenUp
 from muletrain.runtime.averaging.mean_gradient import MeanGradient, fetch_gradient, tied_content
 from muletrain.runtime.averaging.rounds import Round, RoundFailed
 from muletrain.runtime.core.times import pause_s
+from muletrain.runtime.core.waiting import Awaited
 from muletrain.runtime.members.row import RoundEntry
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.company import LeftOut
@@ -111,6 +112,7 @@ class Reduction:
                     self._ask_progress,
                     self._ctx.meter.pulse,
                     lambda: len(self._work.losses) + len(self._work.ledger.accumulated),
+                    whom=self._exchange.at_work,
                 )
                 await self._begin_ahead()
                 gradient = await self._reduce(weights)
@@ -315,7 +317,9 @@ class Reduction:
         ctx, begin = self._ctx, self._ctx.clock.now()
         self._reducing, self._work.round = self._state.announced, round_.id
         try:
-            gradient, shards = await self._gathered(self._mean(round_))
+            chunks = Awaited("chunks of the gradient", begin, self._state.averager.owing, self._then)
+            with ctx.news.waits(chunks):
+                gradient, shards = await self._gathered(self._mean(round_))
         finally:
             self._reducing = None
         took = ctx.clock.now() - begin
@@ -341,6 +345,9 @@ class Reduction:
             holder=ctx.net.peer_id,
         )
         return MeanGradient(entry, gradient)
+
+    def _then(self) -> str:
+        return f"tries another round {self._deadlines.averaging.seconds():.0f} s after a member's last chunk"
 
     async def _mean(self, round_: Round) -> tuple[Tensor, tuple[ShardFacts, ...]]:
         return await self._state.averager.reduce(round_, await self._ctx.compute.gradient(round_.step))

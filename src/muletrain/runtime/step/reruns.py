@@ -13,9 +13,10 @@ from muletrain.events import MicrobatchesRerun
 from muletrain.policy.deadline import Deadline, Usual
 from muletrain.runtime.averaging.rounds import usual_round
 from muletrain.runtime.core.times import GONE_S, PAUSE_S, pause_s
-from muletrain.runtime.core.waiting import MAX_SILENCE
+from muletrain.runtime.core.waiting import MAX_SILENCE, Awaited
 from muletrain.runtime.microbatch.messages import Gap
 from muletrain.runtime.microbatch.position import Behind
+from muletrain.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -167,6 +168,8 @@ class Reruns:
         ``microbatch/dispatcher._from`` and ``microbatch/survey.still_missing`` of a trainer, which repairs the gaps."""
         ctx, begin = self._ctx, self._ctx.clock.now()
         self._filled_most, turn, filled, since_s = 0, 0, 0, begin
+        what = f"{plural(len(gaps), 'microbatch')} that {'is' if len(gaps) == 1 else 'are'} run again"
+        present = Awaited(what, begin, self._exchange.at_work, lambda: "asks more trainers")
         for tries in itertools.count(1):
             await self._tell_trainers(
                 gaps - self._ledger.accumulated, turn=turn, without=self._company.without(left_out)
@@ -174,9 +177,10 @@ class Reruns:
             limit_s = self._deadlines.step.seconds(tries - 1, longest_s=GONE_S / 2)
             due_s = ctx.clock.now() + limit_s
             try:
-                return await ctx.clock.deadline(
-                    self._waits.watched(self._filled(gaps, attempt, left_out, begin)), limit_s, "missing microbatches"
-                )
+                with ctx.news.waits(present):
+                    return await ctx.clock.deadline(
+                        self._waits.watched(self._filled(gaps, attempt, left_out, begin)), limit_s, what
+                    )
             except DeadlineExceeded:
                 self._waits.missed(due_s)
                 # a device that hangs keeps microbatches for up to 300 s before its peer is left out (``watchdog``)

@@ -22,6 +22,8 @@ from muletrain.runtime.step.state import StepState
 from muletrain.runtime.step.tied import TiedSum
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
     from muletrain.network.base import PeerId
@@ -98,9 +100,9 @@ class StepRunner:
         if not self._position.away:
             self._tied.look_around()
 
-    def who_is_there(self) -> str:
+    def who_is_there(self, awaited: Iterable[PeerId] = ()) -> str:
         """See ``core.waiting.Waiter``."""
-        return self._ctx.who_is_there()
+        return self._ctx.who_is_there(awaited)
 
     def known(self, peer: PeerId, lineage: bytes, step: int) -> int:
         """See ``members.detector.Reader``."""
@@ -146,8 +148,9 @@ class StepRunner:
         await self._waits.until(
             lambda: builder.record() is not None and self._tied.ready,
             self._deadlines.record,
-            f"the record of step {self._position.step}",
+            "the step's record",
             self._reduction.ask_entries,
+            whom=builder.owing,
         )
         self._reduction.look_back()
         record = builder.record()
