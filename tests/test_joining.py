@@ -158,7 +158,7 @@ def step_of(step: int) -> tuple[RecordBuilder, MeanGradient]:
         stop=False,
         holder="a",
     )
-    nobody: Any = SimpleNamespace(stage=lambda stage: (), voters=lambda stage: ())
+    nobody: Any = SimpleNamespace(stage=lambda stage: (), voters=lambda stage: (), version=0)
     builder = RecordBuilder(step, bytes(32), 1, bytes(32), nobody, LoopClock(), Deadline().seconds)
     builder.add(entry)
     gradient = torch.randn(Vector.n_params, generator=torch.Generator().manual_seed(step)).half().float()

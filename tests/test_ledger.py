@@ -59,6 +59,10 @@ class Alive:
 
     voters = stage
 
+    @property
+    def version(self) -> int:
+        return hash(tuple(self.stages))
+
     def builder(self) -> RecordBuilder:
         clock: Any = SimpleNamespace(now=lambda: self.now_s)
         return RecordBuilder(4, LINEAGE, len(self.stages), LINEAGE, self, clock, PATIENCE.seconds)

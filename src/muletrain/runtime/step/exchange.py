@@ -410,7 +410,7 @@ class Exchange:
             row = await self._sync(peer)
             here |= row is not None and row.step == self._state.step
             asked += builder.claimed > 0
-        builder.trusting = not here
+        builder.trust(not here)
         record, own = builder.record(), self._ctx.roster.own.stage
         if record is not None and builder.told(record.stages[own]) is None:  # only replicas know its shards
             await asyncio.gather(*map(self._sync, self._ctx.roster.replicas()))

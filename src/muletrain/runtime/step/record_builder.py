@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from muletrain.errors import ProtocolError
 from muletrain.runtime.core.times import AGAIN_S
@@ -52,8 +52,8 @@ class Attested:
         return not any(m in live and m not in attesting for m in lacking)
 
 
-_PRODUCT = -1
-"""Stands among stages for the product of tied parameters."""
+_PRODUCT, _RECORD = -1, -2
+"""Stand among stages for the product of tied parameters, and for the record."""
 SLACK = 1 + 1e-3
 """Factor by which rounding may make a product larger than the norms allow."""
 
@@ -76,6 +76,11 @@ class Certificate(NamedTuple):
 
 class LiveReplicas(Protocol):
     """Knows the live peers, and the voters (``Roster``)."""
+
+    @property
+    def version(self) -> int:
+        """Changes with the live peers and the voters."""
+        ...
 
     def stage(self, stage: int) -> tuple[str, ...]:
         """Live replicas of ``stage``, ourselves included."""
@@ -125,25 +130,18 @@ class RecordBuilder:
     _claims: dict[str, _Claim] = field(default_factory=dict)
     _certificates: dict[int, dict[str, Certificate]] = field(default_factory=lambda: defaultdict(dict))
     """By stage and peer of that stage."""
-    _certified: dict[int, tuple[StageEntry | None, int]] = field(default_factory=dict)
-    """By stage: the round of most certificates, and their number."""
-    _chosen: dict[int, tuple[int, tuple[str, ...], Attested | None]] = field(default_factory=dict)
-    """By stage: news counted, voters, and the round that counted then."""
+    _answers: dict[int, Any] = field(default_factory=dict)
+    """See ``_kept``."""
+    _seen: tuple[int, int] = (0, 0)
+    """Statements heard, and the version of the live peers, at the time of ``_answers``."""
+    _heard: int = 0
+    """Statements heard so far."""
     _undecided: dict[int, float] = field(default_factory=dict)
     """Stages whose voters have all attested without a majority, with the time since then."""
     _products: dict[str, TiedEntry] = field(default_factory=dict)
     """Last statement of each replica of the ``tied`` stages."""
-    _told: int = 0
-    """Products heard so far."""
-    _counted: tuple[object, float | None] = (None, None)
-    """The last inputs of the product that counts, and that product."""
-    _product: float = 0.0
-    """Product of the ``_agreed`` rounds."""
-    _agreed: tuple[StageEntry, ...] = ()
-    _record: StepRecord | None = None
-    _settled: bool = False
-    trusting: bool = False
-    """A single peer that applied the step is enough, since no asked peer is still at the step."""
+    _settled: StepRecord | None = None
+    _trusting: bool = False
 
     MAX_ROUNDS = 4
     """Most rounds of one step that one holder may attest to. A holder tries another round only after losing its
@@ -168,25 +166,25 @@ class RecordBuilder:
             known = Attested(facts_of(entry), entry.for_record())
             self._rounds.setdefault((entry.stage, entry.round), []).append(known)
         if known.add(entry):
-            self.news[entry.stage] += 1
+            self._hear(entry.stage)
 
     def abstain(self, stage: int, peer: str) -> None:
         """``peer`` accepts the agreement of its stage's other replicas."""
         if peer not in self._abstaining[stage]:
             self._abstaining[stage].add(peer)
-            self.news[stage] += 1
+            self._hear(stage)
 
     def add_tied(self, peer: str, entry: TiedEntry) -> None:
         """Take in a product stated by ``peer``, of a ``tied`` stage."""
         self._products[peer] = entry
-        self._told += 1
+        self._heard += 1
 
     def certify(self, peer: str, stage: int, certificate: Certificate) -> None:
         """``peer`` of ``stage`` says that a round of its stage counts. Raises ProtocolError for another stage's round."""
         if certificate.entry.stage != stage:
             raise ProtocolError(f"a certificate of stage {certificate.entry.stage} from a peer of stage {stage}")
         self._certificates[stage][peer] = certificate
-        self._certified.pop(stage, None)
+        self._heard += 1
 
     def claim(self, peer: str, entries: tuple[StageEntry, ...], hash_: bytes, product: float = 0.0) -> bool:
         """``peer`` says that it applies the record of ``entries`` and ``product``. False if ``hash_`` shows another
@@ -199,7 +197,29 @@ class RecordBuilder:
         before = self._claims.get(peer)
         heard_s = before.heard_s if before is not None and before.record == record else self.clock.now()
         self._claims[peer] = _Claim(record, heard_s)
+        self._heard += 1
         return True
+
+    def trust(self, trusting: bool) -> None:
+        """Let a single peer that applied the step be enough, if no asked peer is still at the step."""
+        self._trusting = trusting
+        self._heard += 1
+
+    def _hear(self, stage: int) -> None:
+        self.news[stage] += 1
+        self._heard += 1
+
+    def _kept(self, question: int, answer: Callable[[], T]) -> T:
+        """``answer()`` for a stage, or one of the names beside stages. Computed again only after news, or while the
+        question is undecided, which time decides: waits ask whenever anything arrives."""
+        if self._seen != (seen := (self._heard, self.live.version)):
+            self._seen = seen
+            self._answers.clear()
+        open_ = question in self._undecided or (question < 0 and self._undecided)
+        if open_ or question not in self._answers:
+            self._answers[question] = answer()
+        found: T = self._answers[question]
+        return found
 
     def _check(self, entry: RoundEntry) -> None:
         if (entry.step, entry.lineage) != (self.step, self.lineage):
@@ -264,13 +284,11 @@ class RecordBuilder:
 
     def record(self) -> StepRecord | None:
         """``R_t``, once a round of every stage counts, or enough peers applied the record; else None."""
-        if self._settled:
-            return self._record
+        return self._settled or self._kept(_RECORD, self._made)
+
+    def _made(self) -> StepRecord | None:
         agreed, product = self._attested() or self._claimed()
-        if (agreed, product) != (self._agreed, self._product):
-            self._agreed, self._product = agreed, product
-            self._record = StepRecord(self.step, self.previous, agreed, product) if agreed else None
-        return self._record
+        return StepRecord(self.step, self.previous, agreed, product) if agreed else None
 
     def round_of(self, stage: int) -> StageEntry | None:
         """The round of ``stage`` that is in the record, or counts so far."""
@@ -297,7 +315,7 @@ class RecordBuilder:
 
     def settle(self) -> None:
         """Fix the record, which is being applied."""
-        self._settled = self.record() is not None
+        self._settled = self.record()
 
     def sentenced(self, stage: int) -> bool:
         """Do at least two peers attest to the members that ``stage`` expels? A single peer could lie."""
@@ -307,11 +325,7 @@ class RecordBuilder:
 
     def _choice(self, stage: int) -> Attested | None:
         """The round of ``stage`` that counts, if any."""
-        voters, known = self.live.voters(stage), self.news[stage]
-        before = self._chosen.get(stage)
-        if before is None or before[0] != known or before[1] != voters or stage in self._undecided:
-            before = self._chosen[stage] = known, voters, self._counting(stage, {*voters} - self._abstaining[stage])
-        return before[2]
+        return self._kept(stage, lambda: self._counting(stage, {*self.live.voters(stage)} - self._abstaining[stage]))
 
     def _counting(self, stage: int, voters: set[str]) -> Attested | None:
         rounds, live = self.rounds(stage), self.live.stage(stage)
@@ -334,9 +348,7 @@ class RecordBuilder:
         chosen = self._choice(stage)
         if chosen is not None:
             return chosen.entry
-        if stage not in self._certified:  # waits ask whenever anything arrives
-            self._certified[stage] = said_by_most([c.entry for c in self._certificates[stage].values()])
-        entry, count = self._certified[stage]
+        entry, count = said_by_most([c.entry for c in self._certificates[stage].values()])
         return entry if self._enough(stage, count) else None
 
     def _enough(self, stage: int, alike: int) -> bool:
@@ -364,11 +376,7 @@ class RecordBuilder:
     def _counting_product(self, chosen: list[StageEntry]) -> float | None:
         """The product that counts for two ``chosen`` rounds, if any. Honest peers all state the same product, but peers
         that attest to another round of their stage state none for ``chosen``."""
-        live = [self.live.stage(e.stage) for e in chosen]
-        known = [(e.round, self.news[e.stage], len(self._abstaining[e.stage])) for e in chosen]
-        if self._counted[0] != (seen := (self._told, known, live)) or _PRODUCT in self._undecided:
-            self._counted = seen, self._vote(chosen, {p for each in live for p in each})
-        return self._counted[1]
+        return self._kept(_PRODUCT, lambda: self._vote(chosen, {p for e in chosen for p in self.live.stage(e.stage)}))
 
     def _vote(self, chosen: list[StageEntry], live: set[str]) -> float | None:
         rounds, norms = tuple(e.round for e in chosen), [math.sqrt(e.square_norm) for e in chosen]
@@ -397,7 +405,7 @@ class RecordBuilder:
         hashes = Counter(c.record.hash for c in self._claims.values())
         most, count = min(hashes.items(), key=lambda item: (-item[1], item[0]))
         unknown = [stage for stage in range(self.stages) if self._counts(stage) is None] or self.tied
-        alone = self.trusting or not any(map(self.live.stage, unknown))  # no other peer could tell us
+        alone = self._trusting or not any(map(self.live.stage, unknown))  # no other peer could tell us
         if 2 * count <= len(self._claims) or count < (1 if alone else min(2, others)):
             return (), 0.0
         return next((c.record.stages, c.record.product) for c in self._claims.values() if c.record.hash == most)
