@@ -153,4 +153,11 @@ def test_time_jumps_and_waiting_for_nothing_is_a_hang() -> None:
 
     with pytest.raises(Hang, match="no timer"):
         run_virtually(waits(), 100, [])
+
+    async def waits_beside_a_timer_that_never_ends() -> None:
+        asyncio.get_running_loop().call_later(math.inf, print)
+        await waits()
+
+    with pytest.raises(Hang, match="no timer"):
+        run_virtually(waits_beside_a_timer_that_never_ends(), math.inf, [])
     assert VirtualLoop(1.0).time() == 0.0

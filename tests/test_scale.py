@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from benchmarks.messages import run as messages
 from muletrain.clock import LoopClock
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
@@ -189,7 +190,15 @@ def test_those_that_are_asked_first_are_spread_evenly() -> None:
     assert Roster(genesis, "p05").spread(100) == after_us
 
 
-@pytest.mark.parametrize(("peers", "stages", "at_once"), [(40, 1, 39), (200, 1, 64), (501, 1, 100), (400, 16, 24 + 15)])
+def test_replicas_tell_each_other_which_gaps_they_filled() -> None:
+    """A replica freezes, and all 16 stages lack what it held: each asked the others five times a second, and the number of
+    questions grew with the stage."""
+    play = messages.played(48, "freeze")
+    assert play["kinds"]["sync"] < 50, "98 before"
+    assert play["step_s"] < 45
+
+
+@pytest.mark.parametrize(("peers", "stages", "at_once"), [(40, 1, 8), (200, 1, 40), (501, 1, 100), (400, 16, 8 + 15)])
 def test_all_replicas_are_asked_what_they_know_before_a_wait_is_given_up(peers: int, stages: int, at_once: int) -> None:
     """Some at a time, with one peer of each other stage; one that is believed dead beside them."""
     members = tuple(

@@ -226,7 +226,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self.cancelled -= 1
 
     def _jump(self) -> None:
-        if not self.timers:
+        if not self.timers or self.timers[0] == math.inf:
             raise Hang("nothing is ready, and no timer is set: everyone waits for everyone")
         self._virtual_s += max(0.0, self.timers[0] - self._virtual_s)
         if self._virtual_s > self._limit_s:

@@ -122,7 +122,8 @@ class Statements(Message):
     """What a peer states about one step: told to the peers that it concerns when it changes, and part of the peer's
     ``Row``. ``stage``: the sender's.
 
-    ``seal`` and ``entry`` (the peer's attestation) and ``tied`` are the peer's last. ``abstains``: the peer accepts the
+    ``seal`` and ``entry`` (the peer's attestation) and ``tied`` are the peer's last. ``filled``: microbatches missing from
+    the stage's last seals that the peer has accumulated since. ``abstains``: the peer accepts the
     agreement of its stage's other replicas, which need not wait, and its seals of attempts before this number are void.
     ``entries``: the stages of the record that the peer applied, with the record's ``product`` for tied parameters and
     its hash. Without a hash, a speaker (``policy.speakers``) says which round of its stage counts."""
@@ -134,6 +135,7 @@ class Statements(Message):
     seal: Seal | None = None
     entry: RoundEntry | None = None
     tied: TiedEntry | None = None
+    filled: Indices = ()
     abstains: Natural | None = None
     entries: Annotated[tuple[StageEntry, ...], Field(max_length=4096), FailFast()] = ()
     product: Annotated[float, Field(ge=-1e100, le=1e100, allow_inf_nan=False)] = 0.0

@@ -37,13 +37,12 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.record_builder import Attested
     from muletrain.runtime.step.state import StepState
 
-ASKED = 64
-"""Live replicas asked at once; in a larger stage more, so that all were asked before a wait is given up."""
 ANEW = 4
 """Times that a peer may begin to accumulate a step's microbatches, before that is no progress for our waits: the peer
 may lie."""
 MAX_ASKED = 8
-"""Peers asked to confirm that the run is beyond this step, and asked for the record after the first that knew it."""
+"""Peers asked at once: live replicas (in a larger stage more, so that all were asked before a wait is given up), peers
+that confirm that the run is beyond this step, and peers asked for the record after the first that knew it."""
 
 
 class Rivals(Protocol):
@@ -152,6 +151,8 @@ class Exchange:
             builder.certify(sender, said.stage, Certificate(said.entries[0], said.product))
         if said.entry is not None and of_ours:
             self._hear_entry(sender, said.entry, applied=bool(said.record))
+        if said.filled:
+            state.filled[sender] = frozenset(said.filled)
         if said.tied is not None:
             state.hear_tied(sender, said.tied)
         self._ctx.news.touched()
@@ -373,7 +374,7 @@ class Exchange:
         if self._state.size <= speakers.DIRECT:
             return await self._ask(roster.spread(speakers.DIRECT, observed.asked_round))
         replicas = tuple(filter(roster.is_alive, roster.replicas()))
-        count = max(ASKED, math.ceil(len(replicas) / (MAX_SILENCE - 1)))
+        count = max(MAX_ASKED, math.ceil(len(replicas) / (MAX_SILENCE - 1)))
         some = roster.spread(count, observed.asked_round, replicas)
         return await self._ask((*some, *roster.one_of_each(observed.asked_round)))
 

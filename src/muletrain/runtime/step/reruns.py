@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,10 +14,11 @@ from muletrain.errors import DeadlineExceeded, MuletrainError
 from muletrain.events import MicrobatchesRerun
 from muletrain.policy.deadline import Deadline, Usual
 from muletrain.runtime.averaging.rounds import usual_round
-from muletrain.runtime.core.times import GONE_S, PAUSE_S, pause_s
+from muletrain.runtime.core.times import AGAIN_S, GONE_S
 from muletrain.runtime.core.waiting import MAX_SILENCE, Awaited
 from muletrain.runtime.microbatch.messages import Gap
 from muletrain.runtime.microbatch.position import Behind
+from muletrain.runtime.step.exchange import MAX_ASKED
 from muletrain.units import plural
 
 if TYPE_CHECKING:
@@ -92,7 +95,7 @@ class Reruns:
         if not any(await asyncio.gather(*(ctx.detector.is_gone(p, state.lineage, state.step) for p in sorted(new)))):
             return
         known = self._ledger.accumulated | self._work.serving
-        for progress in (await self._ask_replicas()).values():
+        for progress in (await ctx.detector.ask_all(ctx.roster.replicas(), state.lineage, state.step)).values():
             known |= {*progress.accumulated, *progress.in_flight} if progress.current else set()
         await self._tell_trainers(frozenset(range(ctx.plan.microbatches)) - known, early=True)
 
@@ -122,30 +125,41 @@ class Reruns:
         await self._run(gaps, attempt, left_out)
 
     async def _filled(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...], begin: float) -> None:
-        """Wait until no replica misses the gaps, by each replica's own ledger. A replica that announced another attempt
-        found the gaps filled, or its company has changed: then we try again, too. Ends within the deadline of
-        ``step/reruns._run``, which asks again."""
+        """Wait until no replica misses the gaps, by each replica's own word: replicas tell each other which gaps they
+        filled, and ask now and then, since a word may be lost. A replica that announced another attempt found the gaps
+        filled, or its company has changed: then we try again, too. Ends within the deadline of ``step/reruns._run``,
+        which asks again."""
         ctx, state = self._ctx, self._state
         assert state.announced is not None  # the gaps follow from our seal
-        for pause in itertools.count():
-            union, with_us = set(self._ledger.accumulated), {*self._company.members()} - {*left_out}
-            claims: dict[PeerId, frozenset[int]] = {}
-            answers = await self._ask_replicas()
-            await self._follow(answers)
-            for peer, progress in answers.items():
-                counts = progress.current and peer in with_us
-                claims[peer] = gaps & set(progress.accumulated) if counts else frozenset()
-                union |= claims[peer]
-            if len(union & gaps) > self._filled_most:
-                self._filled_most = len(union & gaps)
+        told, asked_s = frozenset[int](), -math.inf
+        for turn in itertools.count():
+            ctx.news.changed.clear()
+            with_us, now_s = {*self._company.members()} - {*left_out}, ctx.clock.now()
+            if now_s - asked_s >= max(AGAIN_S, OF_WAIT * (now_s - begin)):
+                replicas = tuple(filter(ctx.roster.is_alive, ctx.roster.replicas()))
+                some = ctx.roster.spread(MAX_ASKED, turn, replicas)
+                asked_s, answers = now_s, await ctx.detector.ask_all(some, state.lineage, state.step)
+                await self._follow(answers)
+                state.filled.update((p, frozenset(row.accumulated)) for p, row in answers.items() if row.current)
+            if own := (gaps & self._ledger.accumulated) - told:
+                told |= own
+                self._exchange.state(
+                    tuple(filter(ctx.roster.is_alive, ctx.roster.replicas())), filled=tuple(sorted(told))
+                )
+            claims = {p: gaps & state.filled.get(p, frozenset()) for p in with_us}
+            filled = told.union(*claims.values())
+            if len(filled) > self._filled_most:
+                self._filled_most = len(filled)
                 self._waits.grew()
             alone = self._ledger.barred and not all(map(ctx.roster.is_alive, state.announced.members))
             later = state.latest_attempt({*state.announced.members, *with_us}) > attempt
-            if alone or gaps <= union or later:
+            if alone or gaps <= filled or later:
                 self._claims = claims
                 return
+            self._company.check()  # raises LeftOut: replicas that go on without us may hold the microbatches
             await self._tell_newcomers()
-            await self._pause(pause, self._ctx.clock.now() - begin)
+            with contextlib.suppress(DeadlineExceeded):
+                await ctx.clock.deadline(ctx.news.changed.wait(), AGAIN_S, "news of gaps")
 
     async def _follow(self, answers: dict[PeerId, Row]) -> None:
         """Raises Behind if a replica has gone on."""
@@ -154,11 +168,6 @@ class Reruns:
                 raise Behind(
                     f"step {self._state.step + 1}: {self._ctx.roster.name(peer)} is at step {progress.step + 1}"
                 )
-
-    async def _pause(self, times: int, waited_s: float) -> None:
-        """Pause before the next question. Raises LeftOut: replicas that go on without us may hold the microbatches."""
-        self._company.check()
-        await self._ctx.clock.sleep(pause_s(times, max(2 * PAUSE_S, OF_WAIT * waited_s)))
 
     async def _run(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
         """Have the trainers run ``gaps`` for this stage alone, until all are filled. Raises MuletrainError when the
@@ -196,10 +205,6 @@ class Reruns:
         raise MuletrainError(
             f"step {self._state.step + 1}: {len(gaps)} missing microbatches were not run again; {ctx.who_is_there()}"
         )
-
-    async def _ask_replicas(self) -> dict[PeerId, Row]:
-        ctx = self._ctx
-        return await ctx.detector.ask_all(ctx.roster.replicas(), self._state.lineage, self._state.step)
 
     async def _tell_trainers(
         self,

@@ -55,6 +55,8 @@ class StepState:
         """The product that we announced."""
         self.seals: dict[PeerId, Seal] = {}
         """Each replica's last seal."""
+        self.filled: dict[PeerId, frozenset[int]] = {}
+        """Missing microbatches that each replica has accumulated since its last seal, as it told."""
         self.announced: Seal | None = None
         """Our own last seal."""
         self.gave_up: tuple[int, ...] = ()
@@ -125,6 +127,7 @@ class StepState:
         if known is not None and known.attempt >= seal.attempt:
             return False
         self.seals[sender] = seal
+        self.filled.pop(sender, None)
         if len(self._views[sender]) <= MAX_VIEWS:
             self._views[sender].add(frozenset(seal.members))
         self._heard += 1

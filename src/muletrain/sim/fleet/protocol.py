@@ -180,7 +180,8 @@ class Actors(VirtualHost):
         await self._over.wait()
         end_s = self.clock.now()
         self._changed()
-        for task in self.tasks.values():
+        for name, task in self.tasks.items():
+            self.thaw(name)  # a frozen machine would not hear of the end
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         return end_s
