@@ -23,10 +23,9 @@ from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery import forks as lineages
 from muletrain.runtime.recovery.rollback import Rollback
-from muletrain.runtime.step import agreement, audit, record_builder
+from muletrain.runtime.step import agreement, audit, record
 from muletrain.runtime.step.exchange import Exchange
-from muletrain.runtime.step.record import StepRecord
-from muletrain.runtime.step.record_builder import Attested
+from muletrain.runtime.step.record import Attested, StepRecord
 from muletrain.runtime.step.reruns import Reruns
 from muletrain.runtime.step.runner import StepRunner
 from muletrain.wire.codec import decode
@@ -139,7 +138,7 @@ def gaps_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def one_holder_is_enough(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Attested, "complete", lambda self, live, attesting: True)
-    patch.setattr(record_builder, "held_by_most", lambda rounds, voters: rounds)
+    patch.setattr(record, "held_by_most", lambda rounds, voters: rounds)
 
 
 def attests_before_it_holds(patch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def loses(a: str, b: str, for_s: float, *, on: str = "", kind: str = "cut") -> F
 
 def test_1_the_first_holder_loses_its_replicas_and_dies_before_they_have_its_gradient() -> None:
     """A holder alone is no majority, so no peer applies its round, and no gradient is lost that was applied
-    (``record_builder.held_by_most``)."""
+    (``record.held_by_most``)."""
     cuts = (loses(A, other, 100.0, on="entry") for other in (B, C))
     outcome = played(world(*cuts, Fault(4.75, "kill", (A,))))
     assert all_finished(outcome)

@@ -35,7 +35,7 @@ from muletrain.runtime.microbatch.position import Position
 from muletrain.runtime.peer import arrival
 from muletrain.runtime.step import gradient_log
 from muletrain.runtime.step.gradient_log import GradientLog
-from muletrain.runtime.step.record_builder import RecordBuilder
+from muletrain.runtime.step.record import RecordBuilder
 from muletrain.sim.loop import run_virtually
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encoded_size

@@ -15,8 +15,7 @@ from muletrain.runtime.averaging.rounds import usual_round
 from muletrain.runtime.core.times import AGAIN_S
 from muletrain.runtime.members.row import RoundEntry, Row, Statements
 from muletrain.runtime.microbatch.inflight import Ledger
-from muletrain.runtime.step.record import StepRecord, round_id
-from muletrain.runtime.step.record_builder import RecordBuilder
+from muletrain.runtime.step.record import RecordBuilder, StepRecord, round_id
 from muletrain.runtime.step.state import StepState
 
 LINEAGE = b"L" * 32

@@ -12,8 +12,7 @@ from muletrain.events import FrameRefused
 from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.speakers import SPEAKERS, speakers
 from muletrain.runtime.members.row import StageEntry, Statements
-from muletrain.runtime.step.record import StepRecord
-from muletrain.runtime.step.record_builder import Certificate, RecordBuilder
+from muletrain.runtime.step.record import Certificate, RecordBuilder, StepRecord
 from proofs.draws import draw
 from proofs.injection import kind_of
 from proofs.lying import SPEAKS

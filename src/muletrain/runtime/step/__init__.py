@@ -5,7 +5,7 @@ record.
 knowledge, ``exchange`` takes in notices and asks for lost notices. ``company`` selects the replicas that count, and
 ``agreement`` seals and finds a round. ``reruns`` fills gaps, ``audit`` leaves out gradients that stand out.
 ``reduction`` reduces the mean gradient, or takes a replica's. ``tied`` takes the shared part of another stage's
-gradient. ``record_builder`` collects attestations of all stages for the ``record``. ``gradient_log`` keeps past
+gradient. ``record`` collects attestations of all stages. ``gradient_log`` keeps past
 gradients.
 
 Rooms above hold ``StepRunner``, pass arriving messages to its ``exchange`` and chunks to ``state.averager``, and only

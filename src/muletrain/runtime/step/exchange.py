@@ -21,7 +21,6 @@ from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.row import Statements
 from muletrain.runtime.microbatch.position import Behind
-from muletrain.runtime.step.record_builder import Certificate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,11 +29,10 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
-    from muletrain.runtime.members.row import RoundEntry, Row, Seal, Sync
+    from muletrain.runtime.members.row import Row, Sync
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.gradient_log import GradientLog
-    from muletrain.runtime.step.record import StepRecord
-    from muletrain.runtime.step.record_builder import Attested
+    from muletrain.runtime.step.record import Attested, Certificate, StepRecord
     from muletrain.runtime.step.state import StepState
 
 ANEW = 4
@@ -137,43 +135,21 @@ class Exchange:
 
     def _take_in(self, sender: PeerId, said: Statements) -> None:
         """Raises ProtocolError."""
-        state, builder = self._state, self._state.builder
-        if (said.step, said.lineage) != (state.step, state.lineage) or said.stage != self._ctx.roster.member(
-            sender
-        ).stage:
-            raise ProtocolError("statements about another step or lineage, or from another stage")
-        if said.abstains is not None:
-            state.hear_abstention(sender, said.abstains)
+        state, ctx = self._state, self._ctx
+        news = state.take_in(sender, said)
         if said.seal is not None:
-            self._hear_seal(sender, said.seal)
-        of_ours = not said.record or builder.claim(sender, said.entries, said.record, said.product)
-        if said.entries and not said.record:
-            builder.certify(sender, said.stage, Certificate(said.entries[0], said.product))
-        if said.entry is not None and of_ours:
-            self._hear_entry(sender, said.entry, applied=bool(said.record))
-        if said.filled:
-            state.filled[sender] = frozenset(said.filled)
-        if said.tied is not None:
-            state.hear_tied(sender, said.tied)
-        self._ctx.news.touched()
+            self._log.arrived(sender)
+            if news and state.attested is not None:  # no further attempt is needed: every replica can take our gradient
+                self._tell((sender,), entry=state.attested)
+        if said.stage == ctx.roster.own.stage and (said.seal or said.entry):
+            self._question(sender)
+        for member in (
+            said.entry.without if said.entry is not None else ()
+        ):  # a round counts only if such members are down
+            ctx.detector.look_after(member, state.lineage, state.step)
+        ctx.news.touched()
         if not self._work.all_completed and (said.seal or said.entry or said.entries):
             self._overtaken_by(sender, applied=False)
-
-    def _hear_seal(self, sender: PeerId, seal: Seal) -> None:
-        news = self._state.hear_seal(sender, seal)
-        self._log.arrived(sender)
-        if news:
-            self._question(sender)
-        if news and (entry := self._state.attested):  # no further attempt is needed: replicas can take our gradient
-            self._tell((sender,), entry=entry)
-
-    def _hear_entry(self, sender: PeerId, entry: RoundEntry, *, applied: bool) -> None:
-        if applied:
-            self._state.hear_applied(sender, entry)
-        if self._state.hear_entry(sender, entry):
-            self._question(sender)
-        for member in entry.without:  # the round counts only if such members are down
-            self._ctx.detector.look_after(member, self._state.lineage, self._state.step)
 
     def on_later(self, sender: PeerId, *, applied: bool) -> None:
         """A frame of ``sender`` shows that it has all microbatches of this step through, or has ``applied`` the

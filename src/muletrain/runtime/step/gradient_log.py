@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.blocks import StateImage
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.row import RoundEntry
-    from muletrain.runtime.step.record import StepRecord
-    from muletrain.runtime.step.record_builder import RecordBuilder
+    from muletrain.runtime.step.record import RecordBuilder, StepRecord
 
 MAX_STEPS = 512
 """Most steps to keep."""

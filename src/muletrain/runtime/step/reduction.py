@@ -17,7 +17,7 @@ from muletrain.runtime.core.waiting import Awaited
 from muletrain.runtime.members.row import RoundEntry
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.company import LeftOut
-from muletrain.runtime.step.record_builder import same_facts
+from muletrain.runtime.step.record import same_facts
 from muletrain.runtime.step.state import MAX_ATTEMPTS
 
 if TYPE_CHECKING:
@@ -156,8 +156,7 @@ class Reduction:
                 m for m in seal.members if m in state.seals and state.seals[m].attempt > seal.attempt
             )
             raise RoundFailed(f"averaging step {state.step + 1}: another attempt has begun")
-        if state.gradient is not None:
-            self._attest(state.gradient)
+        self.attest()  # again, where a member is lost or another round is heard of
         self._exchange.speak()
         self._exchange.make_sure()
         held = None if state.gradient is None else state.gradient.for_record
@@ -170,12 +169,15 @@ class Reduction:
             if lost or not self._gathering:
                 raise _HeldElsewhere
 
-    def _attest(self, gradient: MeanGradient) -> None:
-        """Tell that we hold the round of ``gradient``. Repeat this when another member is marked down, or when we hear of
+    def attest(self) -> None:
+        """Tell that we hold our gradient's round, if we do. Repeat this when another member is marked down, or when we hear of
         another round of our stage: a peer that knows only one round would build another record. A member that is alive
         after all applies our round on hearing of the record. A member that answers, but does not attest for longer than
         a round takes, may never attest, and is given up, too."""
-        ctx, state, builder, entry = self._ctx, self._state, self._state.builder, gradient.entry
+        ctx, state, builder, gradient = self._ctx, self._state, self._state.builder, self._state.gradient
+        if gradient is None:
+            return
+        entry = gradient.entry
         overdue = ctx.clock.now() - self._held_at >= self._deadlines.averaging.seconds()
         seen = entry.round, builder.news[entry.stage], ctx.roster.version, overdue
         if self._attested_at == seen:

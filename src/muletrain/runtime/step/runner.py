@@ -144,6 +144,7 @@ class StepRunner:
         """Run the step until its update is applied. Raises Behind, and MuletrainError if the step cannot be completed.
         Ends after ``step/reduction.hold`` at a replica of each stage."""
         gradient = await self._reduction.hold(self._weights)
+        self._reduction.attest()
         builder, begin = self.state.builder, self._ctx.clock.now()
         await self._waits.until(
             lambda: builder.record() is not None and self._tied.ready,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import ProtocolError
 from muletrain.policy import speakers as speaking
 from muletrain.runtime.averaging.averager import Averager
-from muletrain.runtime.step.record_builder import RecordBuilder
+from muletrain.runtime.step.record import Certificate, RecordBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from muletrain.policy.deadline import Deadline, Usual
     from muletrain.runtime.averaging.mean_gradient import MeanGradient, TiedPart
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.row import RoundEntry, Seal, TiedEntry
+    from muletrain.runtime.members.row import RoundEntry, Seal, Statements, TiedEntry
     from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.step.record_builder import Attested
+    from muletrain.runtime.step.record import Attested
 
 MAX_ATTEMPTS = 40
 """Rounds tried for one step before the peer gives up with an error."""
@@ -111,8 +111,28 @@ class StepState:
 
     # What arrives -----------------------------------------------------------------------------------------------------
 
-    def hear_seal(self, sender: PeerId, seal: Seal) -> bool:
-        """Take in a seal. False: no news. Raises ProtocolError."""
+    def take_in(self, sender: PeerId, said: Statements) -> bool:
+        """Take in the statements of ``sender``. Returns whether its seal is news. Raises ProtocolError."""
+        stage = self._ctx.roster.member(sender).stage
+        if (said.step, said.lineage, said.stage) != (self.step, self.lineage, stage):
+            raise ProtocolError("statements about another step or lineage, or from another stage")
+        if said.abstains is not None:
+            self._abstains(sender, said.abstains)
+        sealed = said.seal is not None and self._take_seal(sender, said.seal)
+        of_ours = not said.record or self.builder.claim(sender, said.entries, said.record, said.product)
+        if said.entries and not said.record:
+            self.builder.certify(sender, stage, Certificate(said.entries[0], said.product))
+        if said.entry is not None and of_ours:
+            self._take_entry(sender, said.entry, applied=bool(said.record))
+        if said.filled:
+            self.filled[sender] = frozenset(said.filled)
+        if said.tied is not None:
+            if stage not in self.builder.tied:
+                raise ProtocolError("a product of gradients from a stage that shares no parameters")
+            self.builder.add_tied(sender, said.tied)
+        return sealed
+
+    def _take_seal(self, sender: PeerId, seal: Seal) -> bool:
         roster, microbatches = self._ctx.roster, self._ctx.plan.microbatches
         if roster.member(sender).stage != roster.own.stage:
             raise ProtocolError("seal from a peer of another stage")
@@ -133,40 +153,31 @@ class StepState:
         self._heard += 1
         return True
 
-    def hear_entry(self, sender: PeerId, entry: RoundEntry) -> bool:
-        """Take in a round entry. True: an entry of our stage. Raises ProtocolError."""
+    def _take_entry(self, sender: PeerId, entry: RoundEntry, *, applied: bool) -> None:
+        """``applied``: ``sender`` has applied a record with ``entry``, and has forgotten earlier seals."""
         if sender != entry.holder or self._ctx.roster.member(sender).stage != entry.stage:
             raise ProtocolError("round entry in another's name, or for a stage that its sender does not serve")
+        if applied:
+            if sender not in self.builder.holders(entry.for_record()):
+                self.unsaid.add(sender)
+            self._views[sender].add(frozenset({*entry.members, *entry.expelled}))
+            self._heard += 1
         ours = entry.stage == self._ctx.roster.own.stage
         if ours and self.takes_part(entry) and (reason := self._contradiction(entry)) is not None:
             raise ProtocolError(f"round entry: {reason}")
         self.builder.add(entry)
-        return ours
 
-    def hear_tied(self, sender: PeerId, entry: TiedEntry) -> None:
-        """Take in a product for tied parameters. Raises ProtocolError."""
-        if self._ctx.roster.member(sender).stage not in self.builder.tied:
-            raise ProtocolError("a product of gradients from a stage that shares no parameters")
-        self.builder.add_tied(sender, entry)
-
-    def hear_applied(self, sender: PeerId, entry: RoundEntry) -> None:
-        """``sender`` has applied a record with ``entry``, and has forgotten earlier seals."""
-        if sender not in self.builder.holders(entry.for_record()):
-            self.unsaid.add(sender)
-        self._views[sender].add(frozenset({*entry.members, *entry.expelled}))
-        self._heard += 1
-
-    def hear_abstention(self, sender: PeerId, attempt: int) -> None:
-        """``sender`` abstains before ``attempt``, and accepts the agreement of the other replicas."""
-        self.builder.abstain(self._ctx.roster.member(sender).stage, sender)
-        self._aside[sender] = max(attempt, self._aside.get(sender, 0))
+    def _abstains(self, peer: PeerId, attempt: int) -> None:
+        """``peer`` abstains before ``attempt``, and accepts the agreement of the other replicas."""
+        self.builder.abstain(self._ctx.roster.member(peer).stage, peer)
+        self._aside[peer] = max(attempt, self._aside.get(peer, 0))
 
     def abstain(self) -> int | None:
         """Abstain, since our replicas go on without us. Returns the first attempt after that; None: no news."""
         me, attempt = self._ctx.net.peer_id, 0 if self.announced is None else self.announced.attempt + 1
         if attempt <= self._aside.get(me, -1):
             return None
-        self.hear_abstention(me, attempt)
+        self._abstains(me, attempt)
         return attempt
 
     @property
