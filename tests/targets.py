@@ -39,7 +39,7 @@ from muletrain.runtime.members.roster import Genesis, Member, Roster
 from muletrain.runtime.members.row import Abstain, Counts, RoundEntry, Row, Seal, Sync, TiedEntry
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
-from muletrain.runtime.peer.messages import Away, Back, Report
+from muletrain.runtime.peer.messages import Presence, Report
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.wire.codec import decode, encode, encode_ids, encode_raw
@@ -135,8 +135,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         Abstain(**at, attempt=1).frame(),
         Counts(**at, stage=0, entries=(RoundEntry(**entry).for_record(),)).frame(),
         TiedEntry(**at, rounds=(bytes(32), bytes(32)), product=1.0).frame(),
-        Away().frame(),
-        Back(**at).frame(),
+        Presence(**at).frame(),
         Suspected(**at, peer="second").frame(),
         PartReady(**at | {"step": 1}, stage=stage, size=1 << 20, digest=digest, place="x").frame(),
         CheckpointEnd(**at | {"step": 1}, reason="").frame(),

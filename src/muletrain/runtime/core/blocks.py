@@ -37,7 +37,7 @@ from muletrain.errors import (
 from muletrain.network.base import Channel
 from muletrain.policy.deadline import CEILING_S, Deadline
 from muletrain.policy.recent import Recent
-from muletrain.runtime.core.messages import Digest, Message, Natural, Text
+from muletrain.runtime.core.messages import Digest, Header, Message, Natural, Text
 from muletrain.runtime.core.times import AGAIN_S, GONE_S, PAUSE_S
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.wire.codec import MAX_DIMENSIONS, RAW, Encoded, decode_raw
@@ -76,25 +76,6 @@ Offload = Callable[..., Awaitable[Any]]
 """Runs a function beside the event loop, and returns the result."""
 
 
-class AskBlocks(Message):
-    """A call that asks for ``blocks`` of the copy with that digest; (): for the manifest. Blocks come as frames, and
-    the answer is then empty."""
-
-    KIND: ClassVar[str] = "ask_blocks"
-    digest: Digest
-    blocks: Annotated[tuple[Natural, ...], Field(max_length=RUN), FailFast()] = ()
-
-
-class Block(Message):
-    """A frame with one requested block."""
-
-    KIND: ClassVar[str] = "block"
-    CHANNEL: ClassVar[Channel] = Channel.BULK
-    TENSORS: ClassVar[int] = 1
-    digest: Digest
-    block: Natural
-
-
 Shape = Annotated[tuple[Natural, ...], Field(max_length=MAX_DIMENSIONS)]
 
 
@@ -103,10 +84,9 @@ def block_size(size: int) -> int:
     return max(BLOCK, -(-size // MAX_BLOCKS))
 
 
-class Manifest(Message):
+class Manifest(Header):
     """A manifest lists a copy's tensors (name, dtype, shape) in order, the block size, and every block's BLAKE3."""
 
-    KIND: ClassVar[str] = "manifest"
     tensors: Annotated[tuple[tuple[Text, Text, Shape], ...], Field(max_length=1 << 16)]
     block: Annotated[int, Field(ge=1, le=1 << 28)]
     digests: Annotated[bytes, Field(max_length=32 * MAX_BLOCKS)]
@@ -145,6 +125,26 @@ class Manifest(Message):
     def digest(self, block: int) -> bytes:
         """BLAKE3 of ``block``."""
         return self.digests[32 * block : 32 * block + 32]
+
+
+class AskBlocks(Message):
+    """A call that asks for ``blocks`` of the copy with that digest; (): for the manifest. Blocks come as frames, and
+    the answer is then empty."""
+
+    KIND: ClassVar[str] = "ask_blocks"
+    ANSWER: ClassVar[type[Header] | None] = Manifest
+    digest: Digest
+    blocks: Annotated[tuple[Natural, ...], Field(max_length=RUN), FailFast()] = ()
+
+
+class Block(Message):
+    """A frame with one requested block."""
+
+    KIND: ClassVar[str] = "block"
+    CHANNEL: ClassVar[Channel] = Channel.BULK
+    TENSORS: ClassVar[int] = 1
+    digest: Digest
+    block: Natural
 
 
 class StateImage:

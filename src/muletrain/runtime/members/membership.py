@@ -13,7 +13,7 @@ from muletrain.events import DirectoryFailed, MemberAdmitted
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
 from muletrain.runtime.core.times import AGAIN_S, GONE_S
-from muletrain.runtime.members.messages import Acquaintances, Introduce, Member, WhoAreYou
+from muletrain.runtime.members.messages import Acquaintances, Introduce, Member
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -31,8 +31,7 @@ class Membership:
         self._asked: Recent[float] = Recent()
         self._deadline = Deadline()
         """Time of an answer, for which a connection must be made first."""
-        ctx.net.serve(Introduce.KIND, self._on_introduction)
-        ctx.net.serve(WhoAreYou.KIND, self._on_question)
+        Introduce.serve(ctx.net, self._on_introduction)
 
     async def introduce(self) -> None:
         """Introduce this peer to all peers, including peers heard of on the way: of two newcomers, at least one hears
@@ -72,10 +71,9 @@ class Membership:
         ctx = self._ctx
         begin = ctx.clock.now()
         try:
-            introduction = Introduce(member=ctx.roster.own).pack()
-            answer = await ctx.net.call(peer, Introduce.KIND, introduction, timeout_s=GONE_S)
+            answer = await Introduce(member=ctx.roster.own).ask(ctx.net, peer, timeout_s=GONE_S)
             self._deadline.measured(ctx.clock.now() - begin)
-            for member in Acquaintances.unpack(answer).members:
+            for member in answer.members:
                 if member.id == peer:
                     ctx.roster.admit(member)
                 elif not ctx.roster.expelled(member.id):  # the answerer may not know yet
@@ -115,8 +113,8 @@ class Membership:
     async def _ask(self, peer: PeerId) -> None:
         try:
             limit_s = self._deadline.seconds()  # the next step may wait for this answer
-            answer = await self._ctx.net.call(peer, WhoAreYou.KIND, WhoAreYou().pack(), timeout_s=limit_s)
-            self._admit(peer, Member.unpack(answer))
+            for member in (await Introduce().ask(self._ctx.net, peer, timeout_s=limit_s)).members:
+                self._admit(peer, member)
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))
         except NetworkError as e:
@@ -130,10 +128,9 @@ class Membership:
         if self._ctx.roster.admit(member):
             self._ctx.emit(MemberAdmitted(peer_id=member.id, name=member.name, stage=member.stage))
 
-    async def _on_introduction(self, sender: PeerId, payload: bytes) -> bytes:
-        self._admit(sender, Introduce.unpack(payload).member)
-        return Acquaintances(members=self._ctx.roster.members()).pack()
-
-    async def _on_question(self, sender: PeerId, payload: bytes) -> bytes:
-        WhoAreYou.unpack(payload)
-        return self._ctx.roster.own.pack()
+    async def _on_introduction(self, sender: PeerId, introduction: Introduce) -> Acquaintances:
+        roster = self._ctx.roster
+        if introduction.member is None:
+            return Acquaintances(members=(roster.own,))
+        self._admit(sender, introduction.member)
+        return Acquaintances(members=roster.members())

@@ -16,7 +16,7 @@ from muletrain.runtime.core.times import pause_s
 from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.row import Abstain, Counts, RoundEntry, Row, Seal, Sync, TiedEntry
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
-from muletrain.runtime.peer.messages import Away, Back, Report
+from muletrain.runtime.peer.messages import Presence, Report
 
 if TYPE_CHECKING:
     from muletrain.network.base import Channel, PeerId
@@ -137,11 +137,11 @@ STEP_KINDS: dict[str, type[Message]] = {
         TiedEntry,
         Abstain,
         Counts,
-        Back,
+        Presence,
         Suspected,
     )
 }
-OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report, Away)}
+OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report)}
 
 
 class Incoming:
@@ -176,7 +176,7 @@ class Incoming:
         bounds = Expected(membership, STEP_KINDS | OTHER_KINDS, ctx.plan.microbatches, checks)
         ctx.net.receive(self._on_frame, bounds=bounds)
         ctx.net.on_lost(self._on_lost)
-        ctx.net.serve(Sync.KIND, self._answer)
+        Sync.serve(ctx.net, self._answer)
         ctx.net.serve(Suspected.KIND, self._hears)
 
     async def redeliver(self) -> None:
@@ -201,6 +201,8 @@ class Incoming:
             await self._on_step_frame(sender, STEP_KINDS[frame.kind].parse(frame), frame)
 
     async def _on_step_frame(self, sender: PeerId, message: Message, frame: Frame) -> None:
+        if isinstance(message, Presence) and message.away:  # of whatever step and lineage
+            return self._ctx.detector.stand_aside(sender)
         at = self._position
         step = message.step  # type: ignore[attr-defined]  # all STEP_KINDS have one
         branch = branch_of(getattr(message, "lineage", at.lineage))
@@ -266,7 +268,7 @@ class Incoming:
                 exchange.on_counts(sender, message)
             case Abstain():
                 exchange.on_abstain(sender, message.attempt)
-            case Back():
+            case Presence():
                 self._microbatches.welcome(sender)
             case Suspected():
                 self._ctx.detector.look_after(message.peer, message.lineage, message.step)
@@ -277,8 +279,6 @@ class Incoming:
         match message:
             case Report():
                 self._reporting.told(sender, message)
-            case Away():
-                self._ctx.detector.stand_aside(sender)
             case PartReady():
                 self._checkpointing.on_ready(sender, message)
             case CheckpointEnd():
@@ -318,9 +318,9 @@ class Incoming:
         counts = replica and roster.is_alive(suspected.peer) and branch_of(suspected.lineage) == branch_of(at.lineage)
         return b"alive" if counts else b""
 
-    async def _answer(self, sender: PeerId, payload: bytes) -> bytes:
+    async def _answer(self, sender: PeerId, ask: Sync) -> Row:
         """Answer with our row. Raises MuletrainError while no peer should count on us."""
-        ask, at = Sync.unpack(payload), self._position
+        at = self._position
         if not self._ctx.meter.works.is_set():
             raise MuletrainError("an operation of its device does not return")
         self._rollback.met(sender, branch_of(ask.lineage))
@@ -330,4 +330,4 @@ class Incoming:
         if at.life.state is State.LEAVING:
             row = Row(current=False, step=at.step, stage=self._ctx.roster.own.stage, branch=branch)
         said = self._runner.exchange.statements(sender, ask)
-        return row.model_copy(update={"rival": rival, "late": bool(self._ctx.meter.late), **said}).pack()
+        return row.model_copy(update={"rival": rival, "late": bool(self._ctx.meter.late), **said})

@@ -23,7 +23,7 @@ from muletrain.runtime.microbatch.position import Behind, Position
 from muletrain.runtime.peer.arrival import Arrival
 from muletrain.runtime.peer.ending import Ending
 from muletrain.runtime.peer.incoming import EarlyFrames, Incoming
-from muletrain.runtime.peer.messages import ANNOUNCE_S, HOLDS_S, Back, StopRun
+from muletrain.runtime.peer.messages import ANNOUNCE_S, HOLDS_S, StopRun
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.reporting import HotSpares, Reporting
 from muletrain.runtime.recovery.forks import Forks
@@ -276,7 +276,7 @@ class Peer:
         if not await self.departure.taken_over(at.lineage, at.step):
             self._life.to(State.TRAINING)
             ctx.emit(LeaveCancelled(stage=ctx.roster.own.stage))
-            await ctx.tell(ctx.roster.everyone(), Back(lineage=at.lineage, step=at.step))
+            self._arrival.say_back()
         elif self.destination is None:
             await self._checkpointing.replicas.tidy(over=False)
 

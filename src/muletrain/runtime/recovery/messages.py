@@ -13,7 +13,7 @@ from muletrain.policy.fork_choice import MEMORY, Chain
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import BRANCH, branched, count_of
 from muletrain.runtime.core.lifecycle import Lifecycle, State
-from muletrain.runtime.core.messages import Digest, Id, Message, Natural
+from muletrain.runtime.core.messages import Call, Digest, Header, Id, Message, Natural
 
 MAX_PARTS = 1 << 12
 """Most parts of checkpoints that a peer names."""
@@ -54,24 +54,11 @@ class StepBack(Message):
             raise ProtocolError("a rollback with stages that the run does not have")
 
 
-class AskStepBack(Message):
-    """Call: how did your branch begin? The answer is a StepBack, or empty."""
+class StandsAt(Header):
+    """A peer's place in the run's history. ``targets``: other stages that the peer has room for; ``reaches``: stages of
+    which the peer reaches a member. ``parts``: step, lineage, stage and digest of the parts of checkpoints that the peer
+    can read. ``began``: the rollback that began the peer's branch, if known."""
 
-    KIND: ClassVar[str] = "ask_step_back"
-
-
-class AskStanding(Message):
-    """Call: where do you stand?"""
-
-    KIND: ClassVar[str] = "ask_standing"
-
-
-class StandsAt(Message):
-    """The answer: a peer's place in the run's history. ``targets``: other stages that the peer has room for;
-    ``reaches``: stages of which the peer reaches a member. ``parts``: step, lineage, stage and digest of the parts of
-    checkpoints that the peer can read."""
-
-    KIND: ClassVar[str] = "stands_at"
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)]
     step: Natural
     stage: Natural
@@ -79,6 +66,7 @@ class StandsAt(Message):
     targets: Annotated[tuple[Natural, ...], Field(max_length=4096)]
     reaches: Annotated[tuple[Natural, ...], Field(max_length=4096)] = ()
     parts: Annotated[tuple[tuple[Natural, Digest, Natural, Digest], ...], Field(max_length=MAX_PARTS)]
+    began: StepBack | None = None
 
     @property
     def has_state(self) -> bool:
@@ -90,6 +78,12 @@ class StandsAt(Message):
     def readable(self) -> dict[tuple[tuple[int, bytes], int], bytes]:
         """Returns the digest of each part, by checkpoint and stage."""
         return {((step, lineage), stage): digest for step, lineage, stage, digest in self.parts}
+
+
+class AskStanding(Call[StandsAt]):
+    """Where do you stand?"""
+
+    KIND: ClassVar[str] = "ask_standing"
 
 
 class History(Message):
@@ -110,19 +104,18 @@ class History(Message):
         return Chain(self.step, self.lineages, self.over)
 
 
-class AskStay(Message):
-    """Call: does your history have ``lineage`` at ``step``, and, with ``promise``, will you stay there for now?"""
+class Stay(Header):
+    """Does the peer stay, and train? ``stage``: the peer's."""
+
+    stays: bool
+    stage: Natural
+    trainer: bool
+
+
+class AskStay(Call[Stay]):
+    """Does your history have ``lineage`` at ``step``, and, with ``promise``, will you stay there for now?"""
 
     KIND: ClassVar[str] = "ask_stay"
     lineage: Digest
     step: Natural
     promise: bool
-
-
-class Stay(Message):
-    """The answer: whether the peer stays and trains, and the peer's stage."""
-
-    KIND: ClassVar[str] = "stay"
-    stays: bool
-    stage: Natural
-    trainer: bool

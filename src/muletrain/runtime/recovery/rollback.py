@@ -24,7 +24,7 @@ from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of, count_of
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.times import AGAIN_S, LOOK_S, PATIENCE_S
-from muletrain.runtime.recovery.messages import MAX_PARTS, AskStanding, AskStepBack, StandsAt, StepBack
+from muletrain.runtime.recovery.messages import MAX_PARTS, AskStanding, StandsAt, StepBack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,8 +87,7 @@ class Rollback:
         """Roster version and own state for ``_lacking``."""
         ctx.detector.add_branches(self)
         ctx.net.serve(StepBack.KIND, self._on_order)
-        ctx.net.serve(AskStepBack.KIND, self._on_ask)
-        ctx.net.serve(AskStanding.KIND, self._on_standing)
+        AskStanding.serve(ctx.net, self._on_standing)
 
     def _where(self) -> Key:
         return Key(self._position.step, self._position.applied)
@@ -194,20 +193,20 @@ class Rollback:
     async def _ask(self, peer: PeerId) -> StandsAt | None:
         timeout_s = self._ctx.detector.deadline.seconds(1)
         try:
-            answer = await self._ctx.net.call(peer, AskStanding.KIND, AskStanding().pack(), timeout_s=timeout_s)
-            return StandsAt.unpack(answer)
+            return await AskStanding().ask(self._ctx.net, peer, timeout_s=timeout_s)
+        except ProtocolError as e:
+            self._ctx.refused(peer, str(e))
         except NetworkError:
-            return None
+            pass  # others may answer
+        return None
 
     async def _stands_at(self) -> StandsAt:
         """Returns our place in the run's history: on the way to another branch, the place on that branch."""
         ctx, at, state, stage = self._ctx, self._where(), self._position.life.state, self._ctx.roster.own.stage
+        began = self._began_with()
         if self.ordered.done() and (back := self.ordered.result()) is not None:
-            at, state, stage = (
-                Key(back.step, back.lineage),
-                State.ROLLED_BACK,
-                dict(back.moves).get(ctx.net.peer_id, stage),
-            )
+            at, state, began = Key(back.step, back.lineage), State.ROLLED_BACK, back
+            stage = dict(back.moves).get(ctx.net.peer_id, stage)
         parts = [
             (*key, s, facts.digest)
             for key, parts in sorted((await self._replicas.readable_soon()).items(), reverse=True)
@@ -222,6 +221,7 @@ class Rollback:
             targets=targets,
             reaches=tuple(s for s in range(ctx.plan.stages) if s not in self.without_peers()),
             parts=tuple(parts[:MAX_PARTS]),
+            began=began,
         )
 
     # Branches ---------------------------------------------------------------------------------------------------------
@@ -263,24 +263,17 @@ class Rollback:
                 self._obey(order)
                 return
             others = (peer, *(p for p in ctx.roster.others() if p != peer))
-            for known in others:
-                if self.ordered.done():
-                    return
+            said = zip(others, await asyncio.gather(*map(self._ask, others)), strict=True)
+            there = {p: s for p, s in said if s is not None}
+            for known, stands in there.items():
                 try:
-                    timeout_s = ctx.detector.deadline.seconds(1)
-                    answer = await ctx.net.call(known, AskStepBack.KIND, AskStepBack().pack(), timeout_s=timeout_s)
-                    if answer:
-                        self._obey(StepBack.unpack(answer))
+                    if stands.began is not None:
+                        self._obey(stands.began)
                 except ProtocolError as e:
                     ctx.refused(known, str(e))
-                except NetworkError:
-                    continue
-            said = await asyncio.gather(*map(self._ask, others))
             own, stage = branch_of(self._where().lineage), ctx.roster.own.stage
-            there = [
-                s for s in said if s is not None and s.branch > own and (s.has_state or s.state is State.ROLLED_BACK)
-            ]
-            if any(s.stage == stage for s in there) and not self.ordered.done():
+            serve = [s for s in there.values() if s.has_state or s.state is State.ROLLED_BACK]
+            if any(s.branch > own and s.stage == stage for s in serve) and not self.ordered.done():
                 self.ordered.set_result(None)
         finally:
             self._learning = False
@@ -323,13 +316,5 @@ class Rollback:
             self._consider(sender, order)
         return b""
 
-    async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        AskStepBack.unpack(payload)
-        back = self._began_with()
-        if self.ordered.done() and self.ordered.result() is not None:
-            back = self.ordered.result()
-        return back.pack() if back is not None else b""
-
-    async def _on_standing(self, sender: PeerId, payload: bytes) -> bytes:
-        AskStanding.unpack(payload)
-        return (await self._stands_at()).pack()
+    async def _on_standing(self, sender: PeerId, ask: AskStanding) -> StandsAt:
+        return await self._stands_at()

@@ -73,13 +73,13 @@ class Snapshots:
         self._making = asyncio.Lock()
         self._copying = Debts(COPYING)
         """Seconds spent on making copies, by taker."""
-        ctx.net.serve(AskSnapshot.KIND, self._on_ask)
+        AskSnapshot.serve(ctx.net, self._on_ask)
         ctx.blocks.offers(STATES, self._given)
 
-    async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
+    async def _on_ask(self, sender: PeerId, ask: AskSnapshot) -> Snapshot:
         """Offer a copy of our state. Raises MuletrainError for a taker of another stage, or a taker that is no
         member."""
-        ask, own = AskSnapshot.unpack(payload), self._ctx.roster.own
+        own = self._ctx.roster.own
         if ask.stage != own.stage or self._ctx.tasks.closed:
             raise MuletrainError(f"this peer does not serve stage {ask.stage} (any more)")
         if self._ctx.roster.expelled(sender):  # the sender may not know
@@ -91,7 +91,7 @@ class Snapshots:
             self._log.follow(sender, offer.step)
             if (kept := self._kept.get(offer.digest)) is not None:
                 kept.takers.add(sender)
-            return offer.pack()
+            return offer
 
     async def _make_for(self, taker: PeerId) -> Snapshot:
         """Make a new copy. Raises MuletrainError when memory has no room for a copy, or ``taker`` asks too often."""
@@ -214,13 +214,13 @@ class Receiver:
     async def _offers(
         self, donors: list[PeerId], acceptable: Callable[[Snapshot], bool], after: int = 0
     ) -> list[tuple[PeerId, Snapshot]]:
-        ask = AskSnapshot(stage=self._ctx.roster.own.stage, after=after).pack()
+        ask = AskSnapshot(stage=self._ctx.roster.own.stage, after=after)
         offers = await asyncio.gather(*(self._offered(d, ask) for d in donors))
         return [o for o in offers if o is not None and acceptable(o[1])]
 
-    async def _offered(self, donor: PeerId, ask: bytes) -> tuple[PeerId, Snapshot] | None:
+    async def _offered(self, donor: PeerId, ask: AskSnapshot) -> tuple[PeerId, Snapshot] | None:
         try:
-            return donor, Snapshot.unpack(await self._ctx.net.call(donor, AskSnapshot.KIND, ask, timeout_s=GONE_S))
+            return donor, await ask.ask(self._ctx.net, donor, timeout_s=GONE_S)
         except NetworkError as e:
             self._ctx.emit(TransferFailed(what="a state", reason=str(e), source=self._ctx.roster.name(donor)))
             self._refusal = f"; one said: {e}" if isinstance(e, Refused) else self._refusal
