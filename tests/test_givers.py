@@ -150,7 +150,7 @@ def test_the_founder_gives_a_guest_its_own_stages_part_and_only_until_the_run_be
 
 
 def step_back(moves: dict[str, int]) -> StepBack:
-    return StepBack.of(1, Key(0, bytes(32)), (), moves, (0,))
+    return StepBack(count=1, step=0, base=bytes(32), parts=(), moves=tuple(moves.items()), lost=(0,))
 
 
 class OneStage(PeerHost):

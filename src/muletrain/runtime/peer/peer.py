@@ -91,7 +91,7 @@ class Peer:
         self.position = at = Position(ctx, *begin, self._life)
         # members
         self._membership = membership = Membership(ctx)
-        self.rebalancer, self._hot_spares = Rebalancer(ctx, self), HotSpares(ctx)
+        self.rebalancer, self._hot_spares = Rebalancer(ctx, host, self), HotSpares(ctx)
         # microbatch and transfer
         self._microbatches = microbatches = Microbatches(ctx, at, source if ctx.roster.own.trainer else None, heldout)
         self._log, receiver, self._tokens = GradientLog(ctx, log_bytes), Receiver(ctx), ctx.downloader()
@@ -312,18 +312,6 @@ class Peer:
         self.stop()
         return b""
 
-    def fits(self, stage: int) -> bool:
-        """See ``members.rebalancing.Mover``."""
-        return self._host.fits(stage)
-
-    def prepares_s(self, stage: int) -> float:
-        """See ``members.rebalancing.Mover``."""
-        return self._host.prepares_s(stage)
-
-    async def prepare(self, stage: int) -> None:
-        """See ``members.rebalancing.Mover``."""
-        await self._host.prepare(stage)
-
     def load(self) -> int:
         """Returns the number of held requests, waiting or in work; at most ``Plan.capacity``."""
         return self._microbatches.server.load()
@@ -345,7 +333,7 @@ class Peer:
         """Ask to serve ``stage`` instead; None: stay after all."""
         if self._leaves:
             return
-        if stage is not None and not self.fits(stage):  # announcements may be wrong
+        if stage is not None and not self._host.fits(stage):  # announcements may be wrong
             self._ctx.emit(MoveRefused(stage=stage))
             stage = None
         self.departure.wanted = stage not in (None, self._ctx.roster.own.stage)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-import msgpack
 from pydantic import FailFast, Field
 
 from muletrain.errors import ProtocolError
 from muletrain.policy.assignment import Load
 from muletrain.policy.fork_choice import MEMORY, Chain
 from muletrain.runtime.checkpoint.store import Key
-from muletrain.runtime.core.branches import BRANCH, branched, count_of
+from muletrain.runtime.core.branches import BRANCH, COUNT, branched
 from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.core.messages import Call, Digest, Header, Id, Message, Natural
 
@@ -20,25 +19,21 @@ MAX_PARTS = 1 << 12
 
 
 class StepBack(Message):
-    """Call: go on from the checkpoint ``base`` of ``step`` steps, with ``moves`` of peers to stages. ``parts``: digests
-    of the checkpoint's parts; none: from the beginning. ``lineage``: of the next step, a hash of all this."""
+    """Call: go on from the checkpoint ``base`` of ``step`` steps, with ``moves`` of peers to stages, as rollback number
+    ``count`` of the run. ``parts``: digests of the checkpoint's parts; none: from the beginning."""
 
     KIND: ClassVar[str] = "step_back"
-    lineage: Digest
+    count: Annotated[int, Field(ge=1, lt=256**COUNT)]
     step: Natural
     base: Digest
     parts: Annotated[tuple[Digest, ...], Field(max_length=4096)]
     moves: Annotated[tuple[tuple[Id, Natural], ...], Field(max_length=4096)]
     lost: Annotated[tuple[Natural, ...], Field(max_length=4096)]
 
-    @classmethod
-    def of(
-        cls, count: int, base: Key, parts: tuple[bytes, ...], moves: dict[str, int], lost: tuple[int, ...]
-    ) -> StepBack:
-        listed = tuple(sorted(moves.items()))
-        content = msgpack.packb(["step back", count, base.step, base.lineage, list(parts), list(listed), list(lost)])
-        lineage = branched(count, content)
-        return cls(lineage=lineage, step=base.step, base=base.lineage, parts=parts, moves=listed, lost=lost)
+    @property
+    def lineage(self) -> bytes:
+        """The lineage of the next step, a hash of all this: the first of a new branch."""
+        return branched(self.count, self.pack())
 
     @property
     def key(self) -> Key:
@@ -46,12 +41,9 @@ class StepBack(Message):
 
     def check(self, stages: int, steps: int) -> None:
         """Raises ProtocolError for an order that no correct peer gives."""
-        moves = dict(self.moves)
-        made = StepBack.of(count_of(self.lineage), self.key, self.parts, moves, self.lost)
-        if made != self or len(self.parts) not in (0, stages) or self.step > steps:
-            raise ProtocolError("a rollback whose lineage does not match its content")
-        if not {*moves.values(), *self.lost} <= set(range(stages)):
-            raise ProtocolError("a rollback with stages that the run does not have")
+        named = {*dict(self.moves).values(), *self.lost}
+        if not named <= set(range(stages)) or len(self.parts) not in (0, stages) or self.step > steps:
+            raise ProtocolError("a rollback to stages or steps that the run does not have")
 
 
 class StandsAt(Header):

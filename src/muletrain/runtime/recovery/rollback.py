@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from muletrain.errors import NetworkError, ProtocolError
 from muletrain.events import LastTrainer, NoTrainer, StageEmpty
@@ -30,30 +30,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.checkpoint.checkpointing import PartReplicas
+    from muletrain.runtime.checkpoint.checkpointing import PartReplicas, PartWriter
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.machine import Machine
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.recovery.forks import Forks
 
 JOIN_S = 900.0
 """Seconds for which a run waits for a machine to join a stage that no peer can adopt."""
-
-
-class Machine(Protocol):
-    """The machine of this peer."""
-
-    def fits(self, stage: int) -> bool:
-        """Does the machine's memory have room for ``stage``?"""
-        ...
-
-
-class Writer(Protocol):
-    """Writes this peer's part of checkpoints (``checkpoint.checkpointing``)."""
-
-    async def write_what_there_is(self) -> None:
-        """Write the weights before this step, which may never be done; called again and again while there is no
-        trainer."""
-        ...
 
 
 class Rollback:
@@ -68,7 +52,7 @@ class Rollback:
         machine: Machine,
         back: StepBack | None,
         forks: Forks,
-        writer: Writer,
+        writer: PartWriter,
     ) -> None:
         """``back``: the rollback that began our branch, if this peer took part."""
         self._ctx, self._replicas, self._position, self._machine, self._back = ctx, replicas, position, machine, back
@@ -165,7 +149,9 @@ class Rollback:
         if missing or found is None:
             self._say_what_lacks(missing or lost, found is None)
             return
-        order = StepBack.of(count_of(at.lineage) + 1, Key(*found[0]), found[1], moves, lost)
+        (step, base), parts = found
+        count, listed = count_of(at.lineage) + 1, tuple(sorted(moves.items()))
+        order = StepBack(count=count, step=step, base=base, parts=parts, moves=listed, lost=lost)
         await asyncio.gather(*(self._tell(p, order) for p in peers))
         if not self.ordered.done():
             self.ordered.set_result(order)
