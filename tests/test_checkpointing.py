@@ -278,10 +278,10 @@ def test_of_the_end_of_a_checkpoint_its_collector_is_believed(tmp_path: Path, mo
             await own.on_end("one", CheckpointEnd(step=4, lineage=LINEAGE, reason="so it says"))
             with pytest.raises(ProtocolError, match="cannot be"):
                 await own.on_end("coordinator", CheckpointEnd(step=1001, lineage=LINEAGE))
-            assert own.checkpoints.ended(key) is None
+            assert own.end_of(key) is None
         assert await stages.checkpoint(4)
         await stages.checkpoints["one"].on_end("coordinator", CheckpointEnd(step=8, lineage=LINEAGE, reason="no room"))
-        assert stages.checkpoints["one"].checkpoints.ended(Key(8, LINEAGE)) == "no room"
+        assert stages.checkpoints["one"].end_of(Key(8, LINEAGE)) == "no room"
         await stages.close()
 
     play(scenario)
@@ -343,8 +343,8 @@ def test_a_part_may_take_its_time_while_the_collector_lives_and_word_of_the_end_
         assert await stages.checkpoint(4)
         assert await asyncio.wait_for(writer.ended(key), 5)
         for k in range(REMEMBERED):  # it forgets that
-            writer.checkpoints.end(Key(1000 + k, LINEAGE), "failed")
-        assert writer.checkpoints.ended(key) is None
+            writer.end(Key(1000 + k, LINEAGE), "failed")
+        assert writer.end_of(key) is None
         await stages.write(4, "one")
         assert await asyncio.wait_for(writer.ended(key), 5)
         await stages.close()

@@ -33,7 +33,7 @@ from muletrain.runtime.core.times import GONE_S, LAG_S, LOOK_S, pause_s
 from muletrain.wire.statefile import StateBuffers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
@@ -134,64 +134,6 @@ class OpenCheckpoint:
         """Describe the missing parts."""
         lacking = sorted(set(range(stages)) - self.parts.keys())
         return f"no part of stages {lacking} came" if lacking else "its parts did not come whole"
-
-
-class Checkpoints:
-    """Owns the open checkpoints that this peer knows, and the ends of earlier checkpoints."""
-
-    def __init__(self) -> None:
-        self._open: dict[Key, OpenCheckpoint] = {}
-        self._ended: dict[Key, str] = {}
-        self._clearing: set[Key] = set()
-        self._over = asyncio.Event()
-
-    def __iter__(self) -> Iterator[OpenCheckpoint]:
-        """The open checkpoints."""
-        return iter(list(self._open.values()))
-
-    def get(self, key: Key) -> OpenCheckpoint | None:
-        """The checkpoint ``key``, if open."""
-        return self._open.get(key)
-
-    def full(self) -> bool:
-        """Is the limit of open checkpoints reached?"""
-        return len(self._open) >= MAX_OPEN
-
-    def begin(self, key: Key, now: float) -> OpenCheckpoint:
-        """Open a checkpoint."""
-        opened = self._open[key] = OpenCheckpoint(key, now, now)
-        return opened
-
-    def before(self, step: int) -> list[OpenCheckpoint]:
-        """Open checkpoints of earlier steps."""
-        return [o for k, o in self._open.items() if k.step < step]
-
-    def ended(self, key: Key) -> str | None:
-        """The end of checkpoint ``key`` (``OpenCheckpoint.ended``), or None."""
-        return self._ended.get(key)
-
-    def end(self, key: Key, reason: str) -> None:
-        """Note the end of a checkpoint. Then clear up and call ``cleared``."""
-        self._ended[key] = reason
-        self._clearing.add(key)
-        while len(self._ended) > REMEMBERED:
-            del self._ended[next(iter(self._ended))]
-        if (opened := self._open.pop(key, None)) is not None:
-            opened.ended = reason
-            opened.changed.set()
-
-    def cleared(self, key: Key) -> None:
-        """The ended checkpoint was cleared up."""
-        self._clearing.discard(key)
-        self._over.set()
-
-    async def over(self, key: Key) -> bool:
-        """Wait for the end of checkpoint ``key``. True if complete. Ends after
-        ``checkpoint/checkpointing._see_through``."""
-        while key not in self._ended or key in self._clearing:
-            self._over.clear()
-            await self._over.wait()
-        return not self._ended[key]
 
 
 class PartReplicas:
@@ -347,7 +289,12 @@ class PartExchange:
     gives."""
 
     def __init__(
-        self, ctx: Context, roles: Roles, replicas: PartReplicas, checkpoints: Checkpoints, membership: Membership
+        self,
+        ctx: Context,
+        roles: Roles,
+        replicas: PartReplicas,
+        checkpoints: Mapping[Key, OpenCheckpoint],
+        membership: Membership,
     ) -> None:
         self._ctx, self._roles, self._replicas, self._checkpoints = ctx, roles, replicas, checkpoints
         self._membership, self._downloader = membership, ctx.downloader()
@@ -403,7 +350,7 @@ class PartExchange:
 
     def _held(self) -> list[tuple[Key, int]]:
         """The checkpoint and stage of each part that this peer can read."""
-        own = [(o.key, self._ctx.roster.own.stage) for o in self._checkpoints if o.own is not None]
+        own = [(o.key, self._ctx.roster.own.stage) for o in self._checkpoints.values() if o.own is not None]
         return own + [(key, stage) for key, parts in self._replicas.known().items() for stage in parts]
 
     async def _may_have(self, peer: PeerId, stage: int) -> bool:
@@ -461,8 +408,13 @@ class Checkpointing:
         self._ctx = ctx
         self.roles = roles = Roles(ctx.roster, book)
         self.replicas = replicas = PartReplicas(ctx, roles, book)
-        self.checkpoints = checkpoints = Checkpoints()
-        self.exchange = PartExchange(ctx, roles, replicas, checkpoints, membership)
+        self._open: dict[Key, OpenCheckpoint] = {}
+        self.exchange = PartExchange(ctx, roles, replicas, self._open, membership)
+        self._ends: dict[Key, str] = {}
+        """The last ends (``OpenCheckpoint.ended``)."""
+        self._clearing: set[Key] = set()
+        """Ended checkpoints whose parts are being removed."""
+        self._cleared = asyncio.Event()
         self._due: Key | None = None
         """The checkpoint of our last step; None: the run's last checkpoint, which cannot be left out."""
         self._fetching = asyncio.Lock()
@@ -471,19 +423,25 @@ class Checkpointing:
 
     def open(self, key: Key) -> OpenCheckpoint:
         """The checkpoint ``key``, which has not ended; opened if new."""
-        opened = self.checkpoints.get(key)
-        if opened is None:
-            opened = self.checkpoints.begin(key, self._ctx.clock.now())
+        if (opened := self._open.get(key)) is None:
+            now = self._ctx.clock.now()
+            opened = self._open[key] = OpenCheckpoint(key, begin=now, news=now)
             self._ctx.spawn(self._see_through(opened), f"checkpoint {key.step}")
         return opened
+
+    def end_of(self, key: Key) -> str | None:
+        """The end of checkpoint ``key`` (``OpenCheckpoint.ended``)."""
+        return self._ends.get(key)
+
+    def _before(self, step: int) -> list[OpenCheckpoint]:
+        """Open checkpoints of earlier steps."""
+        return [o for k, o in self._open.items() if k.step < step]
 
     async def announce(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
         """Tell all peers that this peer has a part."""
         ctx, key = self._ctx, opened.key
         place = self.replicas.name if stage in self.replicas.here(opened) else ""
-        ready = PartReady(
-            step=key.step, lineage=key.lineage, stage=stage, size=facts.size, digest=facts.digest, place=place
-        )
+        ready = PartReady(**key._asdict(), stage=stage, **facts._asdict(), place=place)
         await ctx.tell(ctx.roster.everyone(), ready)  # also peers that are down: a partition may be over
 
     # Our own stage's part -------------------------------------------------------------------------------------------
@@ -491,15 +449,15 @@ class Checkpointing:
     @property
     def copies(self) -> int:
         """Number of copies of our state that are kept for checkpoints."""
-        return sum(opened.own is not None for opened in self.checkpoints)
+        return sum(opened.own is not None for opened in self._open.values())
 
     def begins(self, key: Key, *, last: bool) -> bool:
         """After the step of ``key`` was applied: should we write our stage's part now? If another copy of the state is
         in use, the checkpoint is left out; the ``last`` checkpoint waits (``wants``)."""
         self._due = None if last else key
-        if (opened := self.checkpoints.get(key)) is not None:
+        if (opened := self._open.get(key)) is not None:
             opened.changed.set()
-        if not self.roles.is_writer() or self.checkpoints.ended(key) is not None or self.roles.coordinator is None:
+        if not self.roles.is_writer() or self.end_of(key) is not None or self.roles.coordinator is None:
             return False
         reason = self.busy()
         if reason is not None and not last:
@@ -508,22 +466,22 @@ class Checkpointing:
 
     def drop(self, key: Key) -> None:
         """Give up checkpoint ``key``, unless ended."""
-        if self.checkpoints.ended(key) is None and self.roles.coordinator is not None:
+        if self.end_of(key) is None and self.roles.coordinator is not None:
             self.leave_out(key, "left out: the run went on before it was complete")
 
     def wants(self, key: Key) -> bool:
         """Should we still offer our stage's part of the last checkpoint? A peer that shares the place leaves the offer
         to the writer."""
-        if self.checkpoints.ended(key) is not None or self.busy() is not None:
+        if self.end_of(key) is not None or self.busy() is not None:
             return False
         if self.roles.shares_target() and not self.roles.is_writer():
             return False
-        opened = self.checkpoints.get(key)
+        opened = self._open.get(key)
         return opened is None or self._ctx.roster.own.stage not in self.replicas.here(opened)
 
     def busy(self) -> str | None:
         """The reason why there is no room for another copy of the state; None: there is room."""
-        earlier = self._writing or next((o.key for o in self.checkpoints if o.own is not None), None)
+        earlier = self._writing or next((o.key for o in self._open.values() if o.own is not None), None)
         if earlier is not None:
             return f"checkpoint {earlier.step} is not complete yet (the store is slower than checkpoint.every)"
         return (self.roles.shares_target() and self.replicas.hangs()) or None
@@ -531,18 +489,15 @@ class Checkpointing:
     def unsafe(self) -> str | None:
         """The reason why this peer should not leave the stage yet, if a checkpoint would lose a part."""
         stage = self._ctx.roster.own.stage
-        for opened in self.checkpoints:
+        for opened in self._open.values():
             step, holders, here = opened.key.step, opened.holders.get(stage, set()), self.replicas.here(opened)
-            there = (stage in here and self.roles.shares_target()) or self._alive(holders)
+            others = any(self._ctx.roster.is_alive(p) for p in holders - {self._ctx.net.peer_id})
+            there = (stage in here and self.roles.shares_target()) or others
             if opened.key == self._writing or (opened.own is not None and not there):
                 return f"its part of checkpoint {step} is on its way"
             if self.roles.coordinates() and here:
                 return f"it coordinates checkpoint {step}"
         return None
-
-    def _alive(self, holders: set[PeerId]) -> bool:
-        """Is a peer among ``holders``, except us, alive?"""
-        return any(self._ctx.roster.is_alive(p) for p in holders - {self._ctx.net.peer_id})
 
     async def copy(self, key: Key) -> dict[str, Tensor] | None:
         """A copy of the state for checkpoint ``key``; None without room for a copy: then the checkpoint is left out,
@@ -555,7 +510,7 @@ class Checkpointing:
 
     async def write(self, key: Key, state: dict[str, Tensor]) -> None:
         """Write our stage's part to the place, if shared, and announce the part."""
-        if self.checkpoints.ended(key) is not None:
+        if self.end_of(key) is not None:
             return
         self._writing = key
         try:
@@ -583,11 +538,13 @@ class Checkpointing:
         plan, key, stage = self._ctx.plan, ready.key, ready.stage
         if stage >= plan.stages or not 0 < ready.step <= plan.steps or not 0 < ready.size <= self._largest(stage):
             raise ProtocolError(f"checkpoint {ready.step}: stage {stage} of {ready.size} bytes cannot be")
-        if (reason := self.checkpoints.ended(key)) is not None:
+        if (reason := self.end_of(key)) is not None:
             if self.roles.coordinates():  # our notice was lost
-                self._ctx.spawn(self._ctx.tell((sender,), _ending(key, reason)), "end of a checkpoint")
+                self._ctx.spawn(
+                    self._ctx.tell((sender,), CheckpointEnd(**key._asdict(), reason=reason)), "end of a checkpoint"
+                )
             return
-        opened = self.checkpoints.get(key)
+        opened = self._open.get(key)
         known = None if opened is None else opened.parts.get(stage)
         if known is None and self._ctx.roster.member(sender).stage != stage:
             return  # the stage itself must announce the part first; keepers repeat that
@@ -596,7 +553,7 @@ class Checkpointing:
             if not writes:
                 return  # the writer's announcement counts, else the first, until proven false (``_fetch``)
             opened.holders[stage] = set()
-        if opened is None and self.checkpoints.full():
+        if opened is None and len(self._open) >= MAX_OPEN:
             raise ProtocolError(f"checkpoint {ready.step}: {MAX_OPEN} others are not complete yet")
         opened = self.open(key)
         if sender not in opened.holders.setdefault(stage, set()):
@@ -607,7 +564,7 @@ class Checkpointing:
             self.replicas.has(key, stage, ready.facts)
         opened.changed.set()
         if self.roles.coordinates() and writes:
-            for earlier in self.checkpoints.before(key.step):  # one part at a time is written, so these will not come
+            for earlier in self._before(key.step):  # one part at a time is written, so these will not come
                 if stage not in earlier.parts:
                     lost = f"no part of stages [{stage}] came before that of a later checkpoint"
                     self.fail(earlier.key, lost)
@@ -628,8 +585,8 @@ class Checkpointing:
             if sender == roles.coordinator or fails:
                 self.end(key, end.reason)
             return
-        known = self.checkpoints.get(key)
-        open_to_all = self.checkpoints.ended(key) is None and (known is not None or not self.checkpoints.full())
+        known = self._open.get(key)
+        open_to_all = self.end_of(key) is None and (known is not None or len(self._open) < MAX_OPEN)
         if open_to_all and sender == roles.writer(member.stage):
             opened = self.open(key)
             if member.stage not in opened.parts:
@@ -665,7 +622,7 @@ class Checkpointing:
     async def _look_after(self, opened: OpenCheckpoint) -> None:
         """No news came for a while: check whether the checkpoint has ended or failed."""
         ctx, key = self._ctx, opened.key
-        if self.checkpoints.before(key.step):
+        if self._before(key.step):
             opened.news = ctx.clock.now()  # earlier checkpoints go first
         if await self.replicas.is_complete(key):
             self.end(key, "")  # the notice was lost
@@ -742,7 +699,7 @@ class Checkpointing:
             return self.fail(key, reason)
         assert self.roles.coordinator is not None  # else nothing is due
         self.end(key, reason)
-        end = CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason, left_out=True)
+        end = CheckpointEnd(**key._asdict(), reason=reason, left_out=True)
         self._ctx.spawn(self._ctx.tell((self.roles.coordinator,), end), f"checkpoint {key.step} is left out")
 
     def fail(self, key: Key, reason: str) -> None:
@@ -752,15 +709,21 @@ class Checkpointing:
     def end(self, key: Key, reason: str, *, for_all: bool = False) -> None:
         """End the checkpoint here or ``for_all`` peers, without waiting for the disk. A complete checkpoint ends the
         earlier ones, too."""
-        if self.checkpoints.ended(key) is not None:
+        if self.end_of(key) is not None:
             return
         ends = {}
-        for overtaken in () if reason else self.checkpoints.before(key.step):
+        for overtaken in () if reason else self._before(key.step):
             lacking = overtaken.lacking(self._ctx.plan.stages)
             ends[overtaken.key] = f"{lacking} before a later checkpoint was complete"
         ends[key] = reason
         for ended, why in ends.items():
-            self.checkpoints.end(ended, why)
+            self._ends[ended] = why
+            if (opened := self._open.pop(ended, None)) is not None:
+                opened.ended = why
+                opened.changed.set()
+        self._clearing |= ends.keys()
+        while len(self._ends) > REMEMBERED:
+            del self._ends[next(iter(self._ends))]
         self._ctx.spawn(self._clear(ends, for_all=for_all), f"after checkpoint {key.step}")
 
     async def _clear(self, ends: dict[Key, str], *, for_all: bool) -> None:
@@ -769,15 +732,19 @@ class Checkpointing:
             await self.replicas.clear(key, reason)
             if reason and coordinates:
                 self._ctx.emit(CheckpointFailed(step=key.step, reason=reason))
-            self.checkpoints.cleared(key)
+            self._clearing.discard(key)
+            self._cleared.set()
             if for_all:  # after a slow disk, that end may be forgotten
-                await self._ctx.tell(self._ctx.roster.others(), _ending(key, reason))
+                await self._ctx.tell(self._ctx.roster.others(), CheckpointEnd(**key._asdict(), reason=reason))
 
     async def ended(self, key: Key) -> bool:
-        """Wait for the end of checkpoint ``key``. True if complete."""
-        if self.checkpoints.ended(key) is None:
+        """Wait for the end of checkpoint ``key``. True if complete. Ends after ``checkpoint/checkpointing._see_through``."""
+        if self.end_of(key) is None:
             self.open(key)  # perhaps no part was announced yet
-        return await self.checkpoints.over(key)
+        while key not in self._ends or key in self._clearing:
+            self._cleared.clear()
+            await self._cleared.wait()
+        return not self._ends[key]
 
 
 class PartWriter:
@@ -815,7 +782,3 @@ class PartWriter:
     def _spawn(self, key: Key, state: dict[str, Tensor] | None) -> None:
         if state is not None:
             self._ctx.spawn(self._checkpointing.write(key, state), f"part of checkpoint {key.step}")
-
-
-def _ending(key: Key, reason: str) -> CheckpointEnd:
-    return CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
 from muletrain.events import DirectoryFailed, MemberAdmitted
 from muletrain.policy.deadline import Deadline
-from muletrain.policy.recent import Recent
+from muletrain.policy.recent import Seldom
 from muletrain.runtime.core.times import AGAIN_S, GONE_S
 from muletrain.runtime.members.messages import Acquaintances, Introduce, Member
 
@@ -28,7 +28,7 @@ class Membership:
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._asking: dict[PeerId, asyncio.Task[None]] = {}
-        self._asked: Recent[float] = Recent()
+        self._asks = Seldom(AGAIN_S)
         self._deadline = Deadline()
         """Time of an answer, for which a connection must be made first."""
         Introduce.serve(ctx.net, self._on_introduction)
@@ -91,14 +91,13 @@ class Membership:
         """``peer`` speaks to us: ask for an introduction if ``peer`` is unknown, or not known to serve ``stage``, after
         an arrival or a move during our absence. Raises ProtocolError without an introduction, and if ``peer`` was
         expelled. Ends within the deadline of an introduction."""
-        roster, now = self._ctx.roster, self._ctx.clock.now()
+        roster = self._ctx.roster
         if roster.expelled(peer):
             raise ProtocolError("this peer was expelled: it computed false gradients")
         if roster.knows(peer) and stage in (None, roster.member(peer).stage):
             return
         task = self._asking.get(peer)
-        if task is None and now - self._asked.get(peer, float("-inf")) >= AGAIN_S:
-            self._asked[peer] = now
+        if task is None and self._asks.due(peer, self._ctx.clock.now()):
             task = self._asking[peer] = self._ctx.spawn(self._ask(peer), "acquaint")
             task.add_done_callback(lambda _: self._asking.pop(peer, None))
         if task is not None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import ForkKept, LineageLeft
 from muletrain.policy.fork_choice import forked_at, gives_way
-from muletrain.policy.recent import Recent
+from muletrain.policy.recent import Recent, Seldom
 from muletrain.runtime.core.times import AGAIN_S, GONE_S, LOOK_S
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
@@ -51,8 +51,7 @@ class Forks:
     def __init__(self, ctx: Context, position: Position, receiver: Receiver) -> None:
         self._ctx, self._position, self._receiver = ctx, position, receiver
         self._asked: Recent[tuple[int, float]] = Recent()
-        self._judged: Recent[float] = Recent()
-        """Time of each peer's last judged history."""
+        self._judges = Seldom(2 * LOOK_S)
         self._promised = float("-inf")
         self._going = False
         ctx.net.serve(History.KIND, self._on_history)
@@ -84,9 +83,8 @@ class Forks:
             await self._judge(peer, answer.chain)
 
     async def _on_history(self, sender: PeerId, payload: bytes) -> bytes:
-        chain, now = History.unpack(payload).chain, self._ctx.clock.now()
-        if now - self._judged.get(sender, float("-inf")) >= 2 * LOOK_S:  # each time all peers are asked
-            self._judged[sender] = now
+        chain = History.unpack(payload).chain
+        if self._judges.due(sender, self._ctx.clock.now()):  # each time all peers are asked
             self._ctx.spawn(self._judge(sender, chain), "rival")
         return History.of(self._position.chain).pack()
 
