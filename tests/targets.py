@@ -38,7 +38,7 @@ from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.roster import Genesis, Member, Roster
 from muletrain.runtime.members.row import Abstain, Counts, RoundEntry, Row, Seal, Sync, TiedEntry
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
-from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
+from muletrain.runtime.peer.incoming import KINDS as OF_A_PEER
 from muletrain.runtime.peer.messages import Presence, Report
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
@@ -48,7 +48,7 @@ from muletrain.wire.frame import Frame
 from .mutations import mutated
 
 MICROBATCHES = 64
-KINDS: dict[str, type[Message]] = {**STEP_KINDS, **OTHER_KINDS, Block.KIND: Block}
+KINDS: dict[str, type[Message]] = {**OF_A_PEER, Block.KIND: Block}
 """All frames that a peer takes."""
 FACTS = RunFacts.of(
     load_config(

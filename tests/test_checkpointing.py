@@ -23,6 +23,7 @@ from muletrain.runtime.checkpoint import checkpointing
 from muletrain.runtime.checkpoint.checkpointing import REMEMBERED, PartExchange
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, part_name
 from muletrain.runtime.checkpoint.store import Key, PartFacts
+from muletrain.runtime.core import blocks
 from muletrain.runtime.core.blocks import AskBlocks
 from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.members.context import Context
@@ -232,7 +233,8 @@ def test_of_parts_few_copies_are_kept_while_they_are_taken_and_none_when_nobody_
 ) -> None:
     """A taker that does not read would else have every part of every checkpoint in memory."""
     monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
-    monkeypatch.setattr(checkpointing, "GONE_S", 1.0)
+    for module in (checkpointing, blocks):
+        monkeypatch.setattr(module, "GONE_S", 1.0)
     stuck = asyncio.Event()
 
     async def send(*args: Any, **more: Any) -> None:

@@ -276,14 +276,6 @@ class PartReplicas:
         return f"{error.strerror or error}: {self._place.where(key)} ({'free some space; ' * full}training goes on)"
 
 
-@dataclass
-class _Kept:
-    """A copy of a part. ``asked``: when a peer last asked for the copy."""
-
-    copy: StateImage
-    asked: float
-
-
 class PartExchange:
     """Gives parts to entitled peers, and takes parts, over ``core.blocks``. Owns the copies that it
     gives."""
@@ -300,7 +292,7 @@ class PartExchange:
         self._membership, self._downloader = membership, ctx.downloader()
         self._download = Download(self._downloader)
         self._reading = asyncio.Lock()
-        self._copies: dict[tuple[Key, int], _Kept] = {}
+        self._copies: dict[tuple[Key, int], StateImage] = {}
         """By checkpoint and stage."""
         ctx.blocks.offers(PARTS, self._given)
 
@@ -335,7 +327,7 @@ class PartExchange:
 
     async def _given(self, taker: PeerId, digest: bytes) -> StateImage | None:
         """See ``core.blocks.Reader``. The first request for a part reads the part."""
-        known = [of for of, kept in self._copies.items() if kept.copy.digest == digest]
+        known = [of for of, copy in self._copies.items() if copy.digest == digest]
         of = next((p for p in (*known, *self._held()) if p in known or part_name(*p) == digest), None)
         if of is None:
             return None
@@ -344,9 +336,7 @@ class PartExchange:
         if not await self._may_have(taker, of[1]):
             raise MuletrainError(f"stage {of[1]}'s part is for the coordinator and for peers that serve or keep it")
         async with self._reading:  # one part at a time is read, for all takers
-            kept = self._copies.get(of) or await self._make(*of)
-        kept.asked = self._ctx.clock.now()
-        return kept.copy
+            return self._copies.get(of) or await self._make(*of)
 
     def _held(self) -> list[tuple[Key, int]]:
         """The checkpoint and stage of each part that this peer can read."""
@@ -360,14 +350,14 @@ class PartExchange:
             return True
         return peer in self._roles.keepers(stage, peer) or await self._membership.serves(peer, stage)
 
-    async def _make(self, key: Key, stage: int) -> _Kept:
+    async def _make(self, key: Key, stage: int) -> StateImage:
         """Make a copy of a part, once a copy before is not being taken. Raises MuletrainError. Ends within
         ``GONE_S / 2``."""
         clock, copies = self._ctx.clock, self._copies
         until = clock.now() + GONE_S / 2  # the asking peer waits for GONE_S
         while len(copies) >= COPIES:
             sent = self._ctx.blocks.sends(PARTS)
-            unused = [k for k, c in copies.items() if c.copy.digest not in sent and clock.now() - c.asked > LOOK_S]
+            unused = [k for k, c in copies.items() if c.digest not in sent and clock.now() - c.asked > LOOK_S]
             if unused:
                 del copies[min(unused, key=lambda k: copies[k].asked)]
             elif clock.now() > until:
@@ -385,17 +375,9 @@ class PartExchange:
         copy = StateImage(state)
         await copy.name(self._ctx.compute.offload)
         if not copies:
-            self._ctx.spawn(self._drop_unasked(), "copies of parts")
-        copies[key, stage] = _Kept(copy, clock.now())
-        return copies[key, stage]
-
-    async def _drop_unasked(self) -> None:
-        """Ends within ``GONE_S`` after the last request."""
-        while self._copies:
-            await self._ctx.clock.sleep(GONE_S / 2)
-            now = self._ctx.clock.now()
-            for of in [of for of, kept in self._copies.items() if now - kept.asked >= GONE_S]:
-                del self._copies[of]
+            self._ctx.spawn(self._ctx.blocks.drop_unasked(copies), "copies of parts")
+        copies[key, stage], copy.asked = copy, clock.now()
+        return copy
 
 
 class Checkpointing:

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import torch
 from blake3 import blake3
@@ -72,6 +72,8 @@ HASHED_AT_ONCE = 16 << 20
 _TYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
 
+K = TypeVar("K")
+C = TypeVar("C", bound="StateImage")
 Offload = Callable[..., Awaitable[Any]]
 """Runs a function beside the event loop, and returns the result."""
 
@@ -153,6 +155,8 @@ class StateImage:
     def __init__(self, state: dict[str, Tensor], channel: Channel = Channel.BULK) -> None:
         """``state``: tensors that do not change any more. ``channel``: urgency of the blocks."""
         self.channel = channel
+        self.asked = -math.inf
+        """When a taker last asked for the copy."""
         self._names = sorted(state)
         self._tensors = [state[n] for n in self._names]
         self._views = [t.contiguous().reshape(-1).view(torch.uint8).numpy().data for t in self._tensors]
@@ -164,14 +168,18 @@ class StateImage:
 
     async def name(self, offload: Offload) -> None:
         """Hash all blocks, and name the copy by the hashes."""
-        count = -(-self.size // self.block)
-        step = max(1, HASHED_AT_ONCE // self.block)
-        jobs = [(k, min(count, k + step)) for k in range(0, count, step)]
-        self.named(b"".join([await offload(self._hashes, *job) for job in jobs]))
+        step = self.block * max(1, HASHED_AT_ONCE // self.block)
+        self.named(b"".join([await offload(self.hashes, k, k + step) for k in range(0, self.size, step)]))
 
-    def hashes(self) -> bytes:
-        """BLAKE3 of all blocks, one after the other."""
-        return self._hashes(0, -(-self.size // self.block))
+    def hashes(self, begin: int = 0, end: int | None = None) -> bytes:
+        """BLAKE3 of the blocks of bytes ``begin`` to ``end``, one after the other."""
+        found = []
+        for a in range(begin, min(self.size, end or self.size), self.block):
+            digest = blake3()
+            for view in self.views(a, min(self.size, a + self.block)):
+                digest.update(view)
+            found.append(digest.digest())
+        return b"".join(found)
 
     def named(self, digests: bytes) -> None:
         """Name the copy; ``digests``: the result of ``hashes``."""
@@ -181,18 +189,6 @@ class StateImage:
         ]
         self.manifest = Manifest(tensors=tuple(tensors), block=self.block, digests=digests).pack()
         self.digest = blake3(self.manifest).digest()
-
-    def _hashes(self, begin: int, end: int) -> bytes:
-        return b"".join(self._hash(k) for k in range(begin, end))
-
-    def _hash(self, block: int) -> bytes:
-        digest = blake3()
-        for view in self.views(*self._span(block)):
-            digest.update(view)
-        return digest.digest()
-
-    def _span(self, block: int) -> tuple[int, int]:
-        return block * self.block, min(self.size, (block + 1) * self.block)
 
     def views(self, a: int, b: int) -> list[memoryview]:
         """Bytes ``a`` to ``b`` of the copy, as views of its tensors."""
@@ -210,7 +206,7 @@ class StateImage:
 
     async def send(self, by: Blocks, taker: PeerId, block: int) -> None:
         """Send one block to ``taker``. Raises NetworkError."""
-        begin, end = self._span(block)
+        begin, end = block * self.block, min(self.size, (block + 1) * self.block)
         raw = Encoded(RAW, (end - begin,), await self.content(begin, end))
         await by.send(taker, Block(digest=self.digest, block=block), [raw], channel=self.channel)
 
@@ -305,8 +301,16 @@ class Blocks:
         copy to ``taker`` (any more)."""
         for room, (reader, _) in self._readers.items():
             if (copy := await reader(taker, digest)) is not None:
+                copy.asked = self.clock.now()
                 return room, copy
         raise MuletrainError("this copy is not kept for you (any more); ask for another")
+
+    async def drop_unasked(self, copies: dict[K, C]) -> None:
+        """Drop ``copies`` that nobody takes any more. Ends within ``GONE_S`` after the last request."""
+        while copies:
+            await self.clock.sleep(GONE_S / 2)
+            for name in [n for n, copy in copies.items() if self.clock.now() - copy.asked >= GONE_S]:
+                del copies[name]
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises MuletrainError for a copy that ``sender`` may not have, and for too many blocks or takers."""

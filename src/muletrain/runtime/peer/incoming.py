@@ -119,29 +119,10 @@ def _bytes(frame: Frame) -> int:
 
 BREAK_TRIES = 7
 """Most probes of a peer after a broken stream."""
-STEP_KINDS: dict[str, type[Message]] = {
-    m.KIND: m
-    for m in (
-        Forward,
-        Backward,
-        Done,
-        Busy,
-        Room,
-        Lost,
-        TrainerDone,
-        Gap,
-        Seal,
-        Shard,
-        Reduced,
-        RoundEntry,
-        TiedEntry,
-        Abstain,
-        Counts,
-        Presence,
-        Suspected,
-    )
-}
-OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report)}
+OF_MICROBATCHES = (Forward, Backward, Done, Busy, Room, Lost, TrainerDone, Gap)
+AGREEING = (Seal, Shard, Reduced, RoundEntry, TiedEntry, Abstain, Counts)
+OF_PEERS = (Presence, Suspected, PartReady, CheckpointEnd, Report)
+KINDS: dict[str, type[Message]] = {m.KIND: m for m in (*OF_MICROBATCHES, *AGREEING, *OF_PEERS)}
 
 
 class Incoming:
@@ -173,7 +154,7 @@ class Incoming:
             Shard: runner.expects_chunk,
             Reduced: runner.expects_chunk,
         }
-        bounds = Expected(membership, STEP_KINDS | OTHER_KINDS, ctx.plan.microbatches, checks)
+        bounds = Expected(membership, KINDS, ctx.plan.microbatches, checks)
         ctx.net.receive(self._on_frame, bounds=bounds)
         ctx.net.on_lost(self._on_lost)
         Sync.serve(ctx.net, self._answer)
@@ -195,16 +176,21 @@ class Incoming:
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         """Pass on a frame of a member, whose header was checked (``Expected``)."""
         await self._membership.acquaint(sender)
-        if frame.kind in OTHER_KINDS:
-            await self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame))
-        else:
-            await self._on_step_frame(sender, STEP_KINDS[frame.kind].parse(frame), frame)
+        match message := KINDS[frame.kind].parse(frame):
+            case Report():
+                self._reporting.told(sender, message)
+            case PartReady():
+                self._checkpointing.on_ready(sender, message)
+            case CheckpointEnd():
+                await self._checkpointing.on_end(sender, message)
+            case Presence(away=True):  # at any step, in any lineage
+                self._ctx.detector.stand_aside(sender)
+            case _:
+                await self._on_step_frame(sender, message, frame)
 
     async def _on_step_frame(self, sender: PeerId, message: Message, frame: Frame) -> None:
-        if isinstance(message, Presence) and message.away:  # of whatever step and lineage
-            return self._ctx.detector.stand_aside(sender)
         at = self._position
-        step = message.step  # type: ignore[attr-defined]  # all STEP_KINDS have one
+        step = message.step  # type: ignore[attr-defined]  # these have one
         branch = branch_of(getattr(message, "lineage", at.lineage))
         if branch != branch_of(at.lineage):
             return self._rollback.met(sender, branch)
@@ -217,7 +203,7 @@ class Incoming:
         of_use = not isinstance(message, Lost | Room)  # a sender of Lost or Room may have gone away
         if of_use and self._ctx.detector.mark_back(sender):
             self._microbatches.welcome(sender)
-        agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | TiedEntry | Abstain | Counts)
+        agreeing = isinstance(message, AGREEING)
         loads = at.life.state is State.ROLLED_BACK
         if loads or work is None or (agreeing and step > at.step):
             ahead = int(self._ctx.plan.delayed)
@@ -274,17 +260,6 @@ class Incoming:
                 self._ctx.detector.look_after(message.peer, message.lineage, message.step)
             case _:
                 raise ProtocolError(f"{frame.kind}: not for this peer")
-
-    async def _on_other(self, sender: PeerId, message: Message) -> None:
-        match message:
-            case Report():
-                self._reporting.told(sender, message)
-            case PartReady():
-                self._checkpointing.on_ready(sender, message)
-            case CheckpointEnd():
-                await self._checkpointing.on_end(sender, message)
-            case _:
-                raise ProtocolError(f"{message.KIND}: not for this peer")
 
     def _on_lost(self, peer: PeerId, channel: Channel) -> None:
         """A stream with ``peer`` ended: find out now whether the peer is gone, not after a missed deadline."""

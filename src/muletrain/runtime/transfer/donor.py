@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from muletrain.errors import CheckpointError, MuletrainError, NetworkError, ProtocolError, Refused
@@ -41,15 +40,15 @@ ROUNDS = 20
 """Rounds in which a taker asks all donors before giving up."""
 
 
-@dataclass
-class _Kept:
+class OfferedState(StateImage):
     """A copy that this peer serves."""
 
     offer: Snapshot
-    copy: StateImage
-    asked: float
-    takers: set[PeerId] = field(default_factory=set)
-    """Peers that the copy was offered to, the only peers to get the copy."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        super().__init__(state)
+        self.takers: set[PeerId] = set()
+        """Peers that the copy was offered to, the only peers to get the copy."""
 
 
 class PastGradients(Protocol):
@@ -69,7 +68,7 @@ class Snapshots:
 
     def __init__(self, ctx: Context, position: Position, log: PastGradients, membership: Membership) -> None:
         self._ctx, self._position, self._log, self._membership = ctx, position, log, membership
-        self._kept: dict[bytes, _Kept] = {}
+        self._kept: dict[bytes, OfferedState] = {}
         self._making = asyncio.Lock()
         self._copying = Debts(COPYING)
         """Seconds spent on making copies, by taker."""
@@ -100,9 +99,10 @@ class Snapshots:
             raise MuletrainError("a copy that was replaced is still on its way to somebody; ask again")
         if self._copying.owed(taker, begin) > COPYING_S:
             raise MuletrainError("this peer was given many copies already; ask again")
-        for kept in self._kept.values():  # the run has gone on, and ``taker`` will take the new copy
+        for digest, kept in list(self._kept.items()):  # the run has gone on, and ``taker`` will take the new copy
             kept.takers.discard(taker)
-        self._kept = {d: k for d, k in self._kept.items() if k.takers}
+            if not kept.takers:
+                del self._kept[digest]
         offer = await self._make()
         self._copying.add(taker, self._ctx.clock.now() - begin, begin)
         return offer
@@ -138,36 +138,28 @@ class Snapshots:
             if position.settled:
                 state = await ctx.compute.state()
                 if position.settled and label == (position.step, position.applied):
-                    past, copy = position.chain.lineages[:-1], StateImage(state)
+                    past, copy = position.chain.lineages[:-1], OfferedState(state)
                     await copy.name(ctx.compute.offload)
-                    offer = Snapshot(step=label[0], lineage=label[1], digest=copy.digest, over=over, past=past)
-                    self._keep(_Kept(offer, copy, ctx.clock.now()))
-                    return offer
+                    copy.offer = Snapshot(step=label[0], lineage=label[1], digest=copy.digest, over=over, past=past)
+                    self._keep(copy)
+                    return copy.offer
             await ctx.clock.sleep(PAUSE_S)  # an update is being applied
         raise MuletrainError("no settled state here now: this peer is catching up, too")
 
-    def _keep(self, kept: _Kept) -> None:
+    def _keep(self, copy: OfferedState) -> None:
         if not self._kept:
-            self._ctx.spawn(self._drop_unasked(), "copies")
+            self._ctx.spawn(self._ctx.blocks.drop_unasked(self._kept), "copies")
         while len(self._kept) >= MAX_COPIES:
             del self._kept[min(self._kept, key=lambda d: self._kept[d].asked)]
-        self._kept[kept.copy.digest] = kept
-
-    async def _drop_unasked(self) -> None:
-        """Ends within ``GONE_S`` after the last request."""
-        while self._kept:
-            await self._ctx.clock.sleep(GONE_S / 2)
-            now = self._ctx.clock.now()
-            self._kept = {d: k for d, k in self._kept.items() if now - k.asked < GONE_S}
+        self._kept[copy.digest], copy.asked = copy, self._ctx.clock.now()
 
     async def _given(self, taker: PeerId, digest: bytes) -> StateImage | None:
         """See ``core.blocks.Reader``."""
         kept = self._kept.get(digest)
         if kept is None or taker not in kept.takers or self._ctx.tasks.closed:
             return None
-        kept.asked = self._ctx.clock.now()
         self._log.follow(taker, kept.offer.step)
-        return kept.copy
+        return kept
 
 
 class Receiver:
