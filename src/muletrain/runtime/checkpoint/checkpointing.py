@@ -145,15 +145,6 @@ class PartReplicas:
         self._tidied = False
         self._looking: asyncio.Task[dict[Key, dict[int, PartFacts]]] | None = None
 
-    @property
-    def name(self) -> str:
-        """The place's name."""
-        return self._place.name
-
-    def hangs(self) -> str:
-        """The reason why the place cannot be written now; empty: writing works."""
-        return f"{self._place.where(Key(0, b''))}: the disk or store hangs" if self._place.disk.hangs else ""
-
     def here(self, opened: OpenCheckpoint) -> set[int]:
         """The stages with announced parts in the place."""
         parts = self._book.parts.get(opened.key, {})
@@ -220,10 +211,6 @@ class PartReplicas:
             return await self._ctx.clock.deadline(asyncio.shield(self._looking), LAG_S, "the checkpoints' place")
         except DeadlineExceeded:
             return self.known()
-
-    def where(self, key: Key) -> str:
-        """The location of checkpoint ``key``."""
-        return self._place.where(key)
 
     async def publish(self, opened: OpenCheckpoint) -> bool:
         """Complete a checkpoint with all parts here. Returns False if parts are gone, to be fetched again. Raises
@@ -387,7 +374,7 @@ class Checkpointing:
     the run's last checkpoint waits instead."""
 
     def __init__(self, ctx: Context, membership: Membership, book: Book) -> None:
-        self._ctx = ctx
+        self._ctx, self._place = ctx, book.place
         self.roles = roles = Roles(ctx.roster, book)
         self.replicas = replicas = PartReplicas(ctx, roles, book)
         self._open: dict[Key, OpenCheckpoint] = {}
@@ -422,7 +409,7 @@ class Checkpointing:
     async def announce(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
         """Tell all peers that this peer has a part."""
         ctx, key = self._ctx, opened.key
-        place = self.replicas.name if stage in self.replicas.here(opened) else ""
+        place = self._place.name if stage in self.replicas.here(opened) else ""
         ready = PartReady(**key._asdict(), stage=stage, **facts._asdict(), place=place)
         await ctx.tell(ctx.roster.everyone(), ready)  # also peers that are down: a partition may be over
 
@@ -466,7 +453,9 @@ class Checkpointing:
         earlier = self._writing or next((o.key for o in self._open.values() if o.own is not None), None)
         if earlier is not None:
             return f"checkpoint {earlier.step} is not complete yet (the store is slower than checkpoint.every)"
-        return (self.roles.shares_target() and self.replicas.hangs()) or None
+        if self.roles.shares_target() and self._place.disk.hangs:
+            return f"{self._place.where(Key(0, b''))}: the disk or store hangs"
+        return None
 
     def unsafe(self) -> str | None:
         """The reason why this peer should not leave the stage yet, if a checkpoint would lose a part."""
@@ -542,7 +531,7 @@ class Checkpointing:
             opened.news = self._ctx.clock.now()
         opened.parts[stage] = ready.facts
         opened.holders[stage].add(sender)
-        if writes and ready.place == self.replicas.name:
+        if writes and ready.place == self._place.name:
             self.replicas.has(key, stage, ready.facts)
         opened.changed.set()
         if self.roles.coordinates() and writes:
@@ -670,7 +659,7 @@ class Checkpointing:
         except CheckpointError as e:
             return self.fail(key, str(e))
         size, seconds = sum(f.size for f in opened.parts.values()), ctx.clock.now() - opened.begin
-        ctx.emit(CheckpointWritten(step=key.step, path=self.replicas.where(key), bytes=size, seconds=seconds))
+        ctx.emit(CheckpointWritten(step=key.step, path=self._place.where(key), bytes=size, seconds=seconds))
         self.end(key, "", for_all=True)
 
     # The end ----------------------------------------------------------------------------------------------------------

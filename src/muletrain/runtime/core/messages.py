@@ -147,10 +147,4 @@ class Request(Message):
 
     def identity(self) -> dict[str, Any]:
         """Returns the fields that every message about this attempt repeats."""
-        return {
-            "lineage": self.lineage,
-            "step": self.step,
-            "index": self.index,
-            "attempt": self.attempt,
-            "trainer": self.trainer,
-        }
+        return {name: getattr(self, name) for name in Request.model_fields}

@@ -192,12 +192,14 @@ class Receiver:
             if snapshot is not None:
                 try:
                     limit = 20 * ctx.compute.n_params + HEADERS  # weights of two steps, two moments, the loss scale
-                    state = await self._taken(snapshot, good, limit)
+                    state = await self._state.take(snapshot.digest, good, limit)
                     if confirm is not None:
                         await confirm(snapshot)
                     await ctx.compute.load_state(state)
-                except (NetworkError, ProtocolError, CheckpointError) as e:
+                except (NetworkError, CheckpointError) as e:
                     ctx.emit(TransferFailed(what=f"the state of stage {stage}", reason=str(e)))
+                    for donor in good if isinstance(e, ProtocolError) else ():  # all offered an impossible copy
+                        ctx.refused(donor, str(e))
                 else:
                     return snapshot
             await ctx.clock.sleep(pause_s(round_))
@@ -222,15 +224,6 @@ class Receiver:
         """Does a live replica offer an ``acceptable`` state?"""
         roster = self._ctx.roster
         return bool(await self._offers([p for p in roster.replicas() if roster.is_alive(p)], acceptable))
-
-    async def _taken(self, offer: Snapshot, donors: list[PeerId], limit: int) -> dict[str, Tensor]:
-        """The copy that ``donors`` offer. Raises NetworkError or ProtocolError."""
-        try:
-            return await self._state.take(offer.digest, donors, limit)
-        except ProtocolError as e:  # all donors offered an impossible copy
-            for donor in donors:
-                self._ctx.refused(donor, str(e))
-            raise
 
 
 def _best(offers: list[tuple[PeerId, Snapshot]]) -> tuple[Snapshot | None, list[PeerId]]:
