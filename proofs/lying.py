@@ -14,7 +14,7 @@ from muletrain.runtime.core.blocks import AskBlocks
 from muletrain.runtime.members.messages import Acquaintances, Introduce, Member, Suspected
 from muletrain.runtime.members.row import RoundEntry, Row, Seal, ShardFacts, StageEntry, Statements, Sync
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
-from muletrain.runtime.peer.messages import Back
+from muletrain.runtime.peer.messages import Presence
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
 from muletrain.runtime.step.record import StepRecord
 from muletrain.runtime.transfer.messages import AskSnapshot, Snapshot
@@ -130,7 +130,7 @@ class Liar:
             if self.how == "full" and isinstance(forward := frame.message, Forward) and sender != self._network.peer_id:
                 at: dict[str, Any] = {**forward.identity(), "stage": forward.stage}
                 step = forward.step
-                for lie in (Busy(**at, full=True), Room(**at), Back(lineage=forward.lineage, step=step)):
+                for lie in (Busy(**at, full=True), Room(**at), Presence(lineage=forward.lineage, step=step)):
                     await self._network.send(sender, lie.frame(), channel=lie.CHANNEL, timeout_s=10.0)
                 return
             if self.how == "alone" and isinstance(frame.message, Forward):

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from muletrain.clock import Clock
     from muletrain.events import StepApplied, StepDone, SteppedBack
-    from muletrain.runtime.peer.peer import Memory
     from muletrain.runtime.step.record import StepRecord
     from proofs.reference import History, VirtualCompute, VirtualSwapped
     from proofs.scenario import Scenario
@@ -126,11 +125,11 @@ class Witness:
                     f"{peer} has other weights after step {record.step + 1} than a single process: difference {apart:.1e}"
                 )
 
-    def load(self, peer: str, requests: int, memory: Memory) -> None:
+    def load(self, peer: str, requests: int, kept: tuple[int, int, int]) -> None:
         """No queue grows without bound, nor what is kept for others."""
         largest = (MAX_COPIES, 1, self._scenario.log_bytes)
-        if any(kept > most for kept, most in zip(memory, largest, strict=True)):
-            self._broken(f"{peer} keeps {memory}, and may keep {largest}")
+        if any(n > most for n, most in zip(kept, largest, strict=True)):
+            self._broken(f"{peer} keeps {kept} (states, parts, bytes of gradients), and may keep {largest}")
         if requests > self._scenario.capacity:
             self._broken(f"{peer} holds {requests} requests, and has room for {self._scenario.capacity}")
 

@@ -188,7 +188,7 @@ class World(VirtualHost):
     def look_at(self, name: str) -> None:
         """While it works."""
         if name in self.peers:
-            self._witness.load(name, self.peers[name].load(), self.peers[name].memory())
+            self._witness.load(name, self.peers[name].load(), self.peers[name].kept())
 
     def say(self, text: str) -> None:
         """Into the timeline."""

@@ -25,6 +25,16 @@ def mutated(rng: random.Random, packed: bytes) -> bytes:
     return rng.choice([_anywhere, _in_header, _field, _field, _field, _tensor, _tensor, _payload])(rng, packed)
 
 
+def mutated_header(rng: random.Random, packed: bytes) -> bytes:
+    """``packed``, a call or an answer, with something changed: bytes anywhere, or a field."""
+    if rng.random() < 0.3:
+        return _edited(rng, packed)
+    fields = msgpack.unpackb(packed)
+    fields[rng.choice([*fields, "unknown"])] = rng.choice(NASTY)
+    changed: bytes = msgpack.packb(fields)
+    return changed
+
+
 def _parts(packed: bytes) -> tuple[bytes, bytes]:
     length = PREFIX.unpack(packed[: PREFIX.size])[3]
     return packed[PREFIX.size : PREFIX.size + length], packed[PREFIX.size + length :]

@@ -38,8 +38,8 @@ from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.roster import Genesis, Member, Roster
 from muletrain.runtime.members.row import RoundEntry, Row, Seal, Statements, Sync, TiedEntry
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
-from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
-from muletrain.runtime.peer.messages import Away, Back, Report
+from muletrain.runtime.peer.incoming import KINDS as OF_A_PEER
+from muletrain.runtime.peer.messages import Presence, Report
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.wire.codec import decode, encode, encode_ids, encode_raw
@@ -48,7 +48,7 @@ from muletrain.wire.frame import Frame
 from .mutations import mutated
 
 MICROBATCHES = 64
-KINDS: dict[str, type[Message]] = {**STEP_KINDS, **OTHER_KINDS, Block.KIND: Block}
+KINDS: dict[str, type[Message]] = {**OF_A_PEER, Block.KIND: Block}
 """All frames that a peer takes."""
 FACTS = RunFacts.of(
     load_config(
@@ -134,8 +134,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         Statements(**said, abstains=1).frame(),
         Statements(**at, stage=0, entries=(RoundEntry(**entry).for_record(),)).frame(),
         Statements(**said, tied=TiedEntry(rounds=(bytes(32), bytes(32)), product=1.0)).frame(),
-        Away().frame(),
-        Back(**at).frame(),
+        Presence(**at).frame(),
         Suspected(**at, peer="second").frame(),
         PartReady(**at | {"step": 1}, stage=stage, size=1 << 20, digest=digest, place="x").frame(),
         CheckpointEnd(**at | {"step": 1}, reason="").frame(),

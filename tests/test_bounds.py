@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
+import random
 import re
 import time
 import tracemalloc
@@ -20,11 +21,12 @@ import muletrain.runs
 import muletrain.runtime
 from muletrain.errors import Malformed, ProtocolError
 from muletrain.policy.cover import Cover, resolve
-from muletrain.runtime.core.messages import Message
+from muletrain.runtime.core.messages import Header, Message
 from muletrain.runtime.members.rebalancing import Rebalancer
 from muletrain.runtime.microbatch.messages import TrainerDone
 from muletrain.wire.frame import MAX_HEADER
 
+from .mutations import mutated_header
 from .targets import KINDS as FRAMES
 
 if TYPE_CHECKING:
@@ -41,21 +43,25 @@ CPU_S_PER_BYTE = 3e-6
 TRUST = Path(__file__).parents[1] / "docs" / "trust.md"
 
 
-def kinds() -> dict[str, type[Message]]:
-    """Every message that has a name, of all modules."""
+def below(cls: type[Header]) -> Iterator[Any]:
+    """The program's headers that derive from ``cls``."""
+    for sub in cls.__subclasses__():
+        yield from below(sub)
+        if sub.__module__.startswith("muletrain."):
+            yield sub
+
+
+def headers() -> dict[str, type[Header]]:
+    """Every message of all modules by kind, and the answer to each call."""
     for package in (muletrain.runtime, muletrain.runs):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             importlib.import_module(module.name)
 
-    def below(cls: type[Message]) -> Iterator[type[Message]]:
-        for sub in cls.__subclasses__():
-            yield sub
-            yield from below(sub)
-
-    return {c.KIND: c for c in below(Message) if "KIND" in c.__dict__ and c.__module__.startswith("muletrain.")}
+    kinds = {c.KIND: c for c in below(Message) if "KIND" in c.__dict__}
+    return kinds | {f"answer to {kind}": c.ANSWER for kind, c in kinds.items() if c.ANSWER is not None}
 
 
-KINDS = kinds()
+HEADERS = headers()
 
 # Every kind ---------------------------------------------------------------------------------------------------------------
 
@@ -89,10 +95,10 @@ def filled(schema: dict[str, Any], length: int, wrong: Any = None) -> Any:
     return fill(schema, length)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_a_message_costs_its_receiver_a_bounded_multiple_of_its_bytes(kind: str) -> None:
-    """A kind with a field that has no bound has no largest size, and fails here."""
-    cls = KINDS[kind]
+@pytest.mark.parametrize("name", sorted(HEADERS))
+def test_a_message_costs_its_receiver_a_bounded_multiple_of_its_bytes(name: str) -> None:
+    """A message or answer with a field that has no bound has no largest size, and fails here."""
+    cls = HEADERS[name]
     assert cls.most() > 0
     schema: Any = cls.__pydantic_core_schema__
     for length in (30_000, 100):
@@ -104,7 +110,7 @@ def test_a_message_costs_its_receiver_a_bounded_multiple_of_its_bytes(kind: str)
             assert peak <= (1 << 16) + MEMORY_TIMES * len(payload), (n, length)
 
 
-def cost(cls: type[Message], payload: bytes) -> tuple[float, int]:
+def cost(cls: type[Header], payload: bytes) -> tuple[float, int]:
     """CPU seconds, the least of three, and bytes at most."""
 
     def taken() -> float:
@@ -124,10 +130,25 @@ def cost(cls: type[Message], payload: bytes) -> tuple[float, int]:
 
 def test_what_is_larger_than_its_kind_can_be_is_refused_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(msgpack, "unpackb", lambda *_, **__: pytest.fail("unpacked"))
-    for cls in KINDS.values():
+    for cls in HEADERS.values():
         if cls.most() < 1 << 20:
             with pytest.raises(Malformed, match="are accepted"):
                 cls.unpack(bytes(cls.most() + 1))
+
+
+def test_every_header_is_a_message_or_an_answer_to_one_or_a_part_of_these() -> None:
+    """Else nothing here measures it."""
+    schemas = str([cls.__pydantic_core_schema__ for cls in HEADERS.values()])
+    assert [cls for cls in below(Header) if not cls.__subclasses__() and repr(cls) not in schemas] == []
+
+
+@pytest.mark.parametrize("name", sorted(HEADERS))
+def test_a_mutated_message_or_answer_is_refused_or_read_whole(name: str) -> None:
+    cls, rng = HEADERS[name], random.Random(name)
+    content: bytes = msgpack.packb(filled(cast("Any", cls.__pydantic_core_schema__), 3))
+    for _ in range(100):
+        with contextlib.suppress(ProtocolError):
+            cls.unpack(mutated_header(rng, content))
 
 
 def test_a_field_without_a_bound_is_found() -> None:
@@ -139,14 +160,15 @@ def test_a_field_without_a_bound_is_found() -> None:
 
 
 def test_the_table_names_every_kind_and_its_bound() -> None:
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| ([\d.]+ [kM]?B)", TRUST.read_text(), re.MULTILINE))
-    assert len(rows) == len(KINDS)
-    assert rows == {kind: size(cls) for kind, cls in KINDS.items()}
+    found = re.findall(r"^\| (answer to )?`([\w.]+)` \| ([\d.]+ [kM]?B)", TRUST.read_text(), re.MULTILINE)
+    rows = {answer + kind: most for answer, kind, most in found}
+    assert len(rows) == len(found)
+    assert rows == {name: size(name, cls) for name, cls in HEADERS.items()}
 
 
-def size(cls: type[Message]) -> str:
+def size(name: str, cls: type[Header]) -> str:
     """Most bytes of a header in a run of 64 microbatches, or of a call, which carries at most 1 MB."""
-    most = min(cls.most(64), MAX_HEADER if cls.KIND in FRAMES else 1 << 20)
+    most = min(cls.most(64), MAX_HEADER if name in FRAMES else 1 << 20)
     for unit, step in (("B", 1000), ("kB", 1000), ("MB", 1000)):
         if most < step or unit == "MB":
             return f"{most:.0f} {unit}" if unit == "B" or most >= 10 else f"{most:.1f} {unit}"

@@ -252,7 +252,7 @@ def test_a_history_or_an_order_told_again_and_again_has_all_peers_asked_now_and_
         for k in range(50):
             tale = History(step=1, lineages=(bytes(32), bytes([k]) * 32), over=True).pack()
             await target.others["last"].call(target.name, History.KIND, tale, timeout_s=9)
-            order = StepBack.of(k + 1, here, (), {}, ()).pack()
+            order = StepBack(count=k + 1, step=here.step, base=here.lineage, parts=(), moves=(), lost=()).pack()
             await target.others["last"].call(target.name, StepBack.KIND, order, timeout_s=9)
         await asyncio.sleep(0.2)
         assert len(asked) <= 4 * len(MEMBERS)

@@ -23,6 +23,7 @@ from muletrain.runtime.checkpoint import checkpointing
 from muletrain.runtime.checkpoint.checkpointing import REMEMBERED, PartExchange
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, part_name
 from muletrain.runtime.checkpoint.store import Key, PartFacts
+from muletrain.runtime.core import blocks
 from muletrain.runtime.core.blocks import AskBlocks
 from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.members.context import Context
@@ -232,7 +233,8 @@ def test_of_parts_few_copies_are_kept_while_they_are_taken_and_none_when_nobody_
 ) -> None:
     """A taker that does not read would else have every part of every checkpoint in memory."""
     monkeypatch.setattr(checkpointing, "LOOK_S", 0.05)
-    monkeypatch.setattr(checkpointing, "GONE_S", 1.0)
+    for module in (checkpointing, blocks):
+        monkeypatch.setattr(module, "GONE_S", 1.0)
     stuck = asyncio.Event()
 
     async def send(*args: Any, **more: Any) -> None:
@@ -278,10 +280,10 @@ def test_of_the_end_of_a_checkpoint_its_collector_is_believed(tmp_path: Path, mo
             await own.on_end("one", CheckpointEnd(step=4, lineage=LINEAGE, reason="so it says"))
             with pytest.raises(ProtocolError, match="cannot be"):
                 await own.on_end("coordinator", CheckpointEnd(step=1001, lineage=LINEAGE))
-            assert own.checkpoints.ended(key) is None
+            assert own.end_of(key) is None
         assert await stages.checkpoint(4)
         await stages.checkpoints["one"].on_end("coordinator", CheckpointEnd(step=8, lineage=LINEAGE, reason="no room"))
-        assert stages.checkpoints["one"].checkpoints.ended(Key(8, LINEAGE)) == "no room"
+        assert stages.checkpoints["one"].end_of(Key(8, LINEAGE)) == "no room"
         await stages.close()
 
     play(scenario)
@@ -343,8 +345,8 @@ def test_a_part_may_take_its_time_while_the_collector_lives_and_word_of_the_end_
         assert await stages.checkpoint(4)
         assert await asyncio.wait_for(writer.ended(key), 5)
         for k in range(REMEMBERED):  # it forgets that
-            writer.checkpoints.end(Key(1000 + k, LINEAGE), "failed")
-        assert writer.checkpoints.ended(key) is None
+            writer.end(Key(1000 + k, LINEAGE), "failed")
+        assert writer.end_of(key) is None
         await stages.write(4, "one")
         assert await asyncio.wait_for(writer.ended(key), 5)
         await stages.close()

@@ -85,7 +85,7 @@ def test_a_copy_that_is_still_being_sent_is_kept_however_slow_the_link(monkeypat
     """A run of blocks may take longer than a copy is kept after the last question for it."""
 
     async def scenario() -> None:
-        monkeypatch.setattr(snapshot, "GONE_S", 0.2)
+        monkeypatch.setattr(blocks, "GONE_S", 0.2)
         whole = Context.send
 
         async def slowly(self: Context, *args: Any, **how: Any) -> None:
@@ -95,7 +95,7 @@ def test_a_copy_that_is_still_being_sent_is_kept_however_slow_the_link(monkeypat
         monkeypatch.setattr(Context, "send", slowly)
         stage, begin = Stage("a"), time.monotonic()
         await stage.receiver.fetch(lambda offer: True, rounds=1)
-        assert time.monotonic() - begin > 2 * snapshot.GONE_S
+        assert time.monotonic() - begin > 2 * blocks.GONE_S
         stage.check()
 
     run(scenario)
@@ -103,7 +103,7 @@ def test_a_copy_that_is_still_being_sent_is_kept_however_slow_the_link(monkeypat
 
 def test_copies_are_dropped_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(snapshot, "GONE_S", 0.1)
+        monkeypatch.setattr(blocks, "GONE_S", 0.1)
         stage = Stage("a")
         await stage.receiver.fetch(lambda offer: True)
         named = [t.get_name() for t in asyncio.all_tasks()]

@@ -20,11 +20,13 @@ from muletrain.runtime.averaging.messages import AskGradient
 from muletrain.runtime.checkpoint.messages import part_name
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.blocks import AskBlocks
+from muletrain.runtime.core.branches import branch_of
+from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.messages import Message
-from muletrain.runtime.members.messages import Member
-from muletrain.runtime.peer.messages import Back
+from muletrain.runtime.members.messages import Acquaintances, Introduce, Member
+from muletrain.runtime.peer.messages import Presence
 from muletrain.runtime.peer.peer_host import PeerHost
-from muletrain.runtime.recovery.messages import AskStepBack, StepBack
+from muletrain.runtime.recovery.messages import AskStanding, StandsAt, StepBack
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.transfer.messages import AskSnapshot, Snapshot
 
@@ -148,7 +150,7 @@ def test_the_founder_gives_a_guest_its_own_stages_part_and_only_until_the_run_be
 
 
 def step_back(moves: dict[str, int]) -> StepBack:
-    return StepBack.of(1, Key(0, bytes(32)), (), moves, (0,))
+    return StepBack(count=1, step=0, base=bytes(32), parts=(), moves=tuple(moves.items()), lost=(0,))
 
 
 class OneStage(PeerHost):
@@ -172,12 +174,15 @@ def test_nobody_moves_a_peer_to_a_stage_that_it_has_no_room_for(tmp_path: Path) 
         order, last = step_back({target.name: 0}), target.others["last"]
 
         async def tell(sender: str, payload: bytes) -> bytes:
-            return order.pack()
+            at = {"branch": branch_of(order.lineage), "step": 0, "stage": 0, "state": State.TRAINING}
+            return StandsAt(**at, targets=(), parts=(), began=order).pack()
 
         await refused(last, target.name, order, r"more memory than it may use \(--memory\)")
         assert any("step_back" in e.reason for e in target.refused())
-        last.serve(AskStepBack.KIND, tell)
-        await target.send("last", Back(lineage=order.lineage, step=0).frame())  # so it asks what that branch began with
+        last.serve(AskStanding.KIND, tell)
+        await target.send(
+            "last", Presence(lineage=order.lineage, step=0).frame()
+        )  # so it asks what that branch began with
         await until(lambda: any(e.reason.startswith("a rollback that moves") for e in target.refused()))
         peer.move(0)
         assert peer.destination is None
@@ -201,9 +206,11 @@ def test_a_newcomer_that_moved_while_we_were_away_is_asked_who_it_is(tmp_path: P
         newcomer = stages.hub.join("newcomer")
 
         async def who(sender: str, payload: bytes) -> bytes:
-            return Member(id="newcomer", name="newcomer", stage=1, trainer=False, addresses=()).pack()
+            assert Introduce.unpack(payload).member is None
+            own = Member(id="newcomer", name="newcomer", stage=1, trainer=False, addresses=())
+            return Acquaintances(members=(own,)).pack()
 
-        newcomer.serve("who_are_you", who)
+        newcomer.serve(Introduce.KIND, who)
         assert await asked(newcomer, "b", part(1))
         await stages.close()
 

@@ -18,7 +18,7 @@ from muletrain.runtime.averaging.messages import Shard
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.members.row import Row, Sync
 from muletrain.runtime.microbatch.messages import Backward, Done, Gap, Lost
-from muletrain.runtime.peer.messages import Back
+from muletrain.runtime.peer.messages import Presence
 from muletrain.runtime.recovery.messages import AskStanding, StandsAt
 from muletrain.wire.codec import decode, encode, encode_ids, encode_raw
 from muletrain.wire.frame import Frame
@@ -207,7 +207,7 @@ def test_word_of_a_branch_that_nobody_else_knows_makes_nobody_begin_anew(tmp_pat
 
         for name, net in target.others.items():
             net.serve(AskStanding.KIND, answer(name))
-        await target.send("first", Back(lineage=b"\xff" * 32, step=0).frame())
+        await target.send("first", Presence(lineage=b"\xff" * 32, step=0).frame())
         await until(lambda: len(asked) == len(target.others))
         await target.send("first", frames(1, 5)[0])
         await asyncio.wait_for(target.got.get(), 20)

@@ -54,7 +54,7 @@ class Founder:
         self.welcome = {"config": config, "stage": 0, "data": bytes(32), "tokenizer_size": 10} | told
         net = hub.join("founder")
         for message in (
-            messages.Admitter,
+            messages.AskAdmitter,
             messages.JoinRequest,
             messages.AskTokenizer,
             messages.AskPart,
@@ -65,7 +65,7 @@ class Founder:
     def _answers(self, kind: type[messages.Message]) -> Any:
         async def answer(sender: str, payload: bytes) -> bytes:
             self.asked.append(kind.KIND)
-            if kind is messages.Admitter:
+            if kind is messages.AskAdmitter:
                 return messages.Admitter(id="founder").pack()
             if kind is messages.JoinRequest:
                 return messages.Welcome(**self.welcome).pack()

@@ -29,8 +29,8 @@ from muletrain.network.streams import FRAMES
 from muletrain.network.trust import chain_from
 from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.join.admission import serve_admitter
-from muletrain.runs.join.messages import AskGenesis, Begin
-from muletrain.runs.join.removal import Members, remove, serve_members
+from muletrain.runs.join.messages import AskBegun, Begun
+from muletrain.runs.join.removal import AskMembers, Members, remove, serve_members
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.worker_files import OWNER_FILE, PROTOCOL, TICKET_FILE, write_secret
 from muletrain.runtime.members.messages import Member
@@ -165,9 +165,9 @@ def test_the_first_peer_is_not_removed_whichever_member_the_ticket_names() -> No
             )
 
             async def began_with(sender: str, payload: bytes) -> bytes:
-                return Begin(genesis=genesis).pack()
+                return Begun(genesis=genesis).pack()
 
-            b.serve(AskGenesis.KIND, began_with)
+            b.serve(AskBegun.KIND, began_with)
             owner = await w.open(a, owner=OWNER, visitor=True)
             with pytest.raises(MuletrainError, match="first peer"):
                 await remove(owner, tuple(b.addresses()), a.peer_id)
@@ -361,6 +361,8 @@ def test_a_fleet_goes_on_without_the_kicked(tmp_path: Path, monkeypatch: pytest.
 
 async def members(net: Libp2pNetwork, run_id: str) -> list[str]:
     """Names of who is in the run by a certificate that counts."""
-    answer = Members.unpack(await net.call(sorted(net.p2p.gate.known())[0], Members.KIND, b"", timeout_s=10))
+    answer = Members.unpack(
+        await net.call(sorted(net.p2p.gate.known())[0], AskMembers.KIND, AskMembers().pack(), timeout_s=10)
+    )
     counting = [m for m in answer.members if net.trust.current(m.id, chain_from(m.certificate))]
     return [m.name for m in counting]

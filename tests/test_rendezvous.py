@@ -23,7 +23,7 @@ from muletrain.runs.host import Host
 from muletrain.runs.join import newcomer
 from muletrain.runs.join.admission import RunInfo
 from muletrain.runs.join.client import JoinClient, find_admitter
-from muletrain.runs.join.messages import READY_EVERY_S, Admitter, Ready, Welcome
+from muletrain.runs.join.messages import READY_EVERY_S, AskAdmitter, Ready, Welcome
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure import machine
 from muletrain.runs.parts import write_first_checkpoint
@@ -243,7 +243,7 @@ def test_before_the_run_begins_any_member_says_that_the_founder_admits() -> None
         addresses = ("/memory/p2p/gone", "/memory/p2p/member")
         assert await find_admitter(newcomer, addresses) == "founder"
         frozen = hub.join("frozen")
-        frozen.serve(Admitter.KIND, never)
+        frozen.serve(AskAdmitter.KIND, never)
         async with asyncio.timeout(5):
             assert await find_admitter(newcomer, ("/memory/p2p/frozen", *addresses)) == "founder"
 

@@ -24,7 +24,7 @@ from muletrain.errors import MuletrainError, PeerUnreachable
 from muletrain.events import EventLog, RunFinished, StepDone, StepWaits, Validated
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.folder import held
-from muletrain.runs.join.removal import CALL_TIMEOUT_S, Listed, Members, serve_members, serving
+from muletrain.runs.join.removal import CALL_TIMEOUT_S, AskMembers, Listed, Members, serve_members, serving
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.view import Pace, RunView
 from muletrain.runs.worker_files import LEFT, OWNER_FILE, PROTOCOL, STOP_FILE, TICKET_FILE
@@ -183,8 +183,8 @@ def test_frozen_members_hold_up_the_question_who_serves_no_longer_than_one_of_th
         async def garbage(sender: str, payload: bytes) -> bytes:
             return b"garbage"
 
-        living.serve(Members.KIND, members)
-        hub.join("liar").serve(Members.KIND, garbage)
+        living.serve(AskMembers.KIND, members)
+        hub.join("liar").serve(AskMembers.KIND, garbage)
         known = await serving(hub.join("visitor"), ["liar", *frozen, *frozen, *(["living"] if lives else [])])
         return [m.name for m in known], LoopClock().now()
 

@@ -1,8 +1,9 @@
 """Tables by peer stay small with ``Recent``: in a long run machines come and go without end. ``Debts`` is a table of
-recent costs of each peer; a ``Bucket`` limits the total cost."""
+recent costs of each peer; a ``Bucket`` limits the total cost. ``Seldom`` limits how often an act is done for one peer."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from typing import TypeVar
 
@@ -19,6 +20,20 @@ class Recent(OrderedDict[str, V]):
         self.move_to_end(peer)
         if len(self) > MOST:
             self.popitem(last=False)
+
+
+class Seldom:
+    """Limits an act for each peer to once in ``each_s``. Times are the caller's [s]."""
+
+    def __init__(self, each_s: float) -> None:
+        self._each_s, self._last = each_s, Recent[float]()
+
+    def due(self, peer: str, now: float) -> bool:
+        """May the act be done for ``peer`` now? If so, it counts as done."""
+        if now - self._last.get(peer, -math.inf) < self._each_s:
+            return False
+        self._last[peer] = now
+        return True
 
 
 class Debts:

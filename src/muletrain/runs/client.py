@@ -10,9 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from muletrain.compute.probe import chip
-from muletrain.errors import AdmissionError, NetworkError, Refused
+from muletrain.errors import AdmissionError, NetworkError
 from muletrain.events import ClientBegan, ClientFinished
-from muletrain.runs.join.removal import Members
+from muletrain.runs.join.messages import ASK_EVERY_S
+from muletrain.runs.join.removal import AskMembers
 from muletrain.runs.worker_files import LEFT
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.pool.client import Client
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from muletrain.runs.join.messages import Welcome
     from muletrain.runs.measure.machine import Machine
 
-ASK_EVERY_S = 1.0
-"""Seconds between two requests for the genesis, or for the list of servers."""
 CALL_S = 10.0
 PATIENCE_S = 120.0
 """Seconds within which some server must answer once the run has begun."""
@@ -57,16 +56,8 @@ async def admitted(
 ) -> Help:
     """Wait until the run has begun. ``tell`` gets the missing conditions now and then. Raises AdmissionError if the run
     that begins has a different configuration, and NetworkError when the founder goes away meanwhile."""
-    while not welcome.running:
-        try:
-            genesis = await talk.genesis()
-        except Refused:
-            tell(await talk.missing())
-            await host.clock.sleep(ASK_EVERY_S)
-            continue
-        if genesis.config != facts.config_digest:
-            raise AdmissionError("the run began with another configuration than was sent; join again")
-        break
+    if not welcome.running and (await talk.begin(None, tell)).config != facts.config_digest:
+        raise AdmissionError("the run began with another configuration than was sent; join again")
     stage = host.spec.stage if welcome.running else welcome.stage
     return Help(facts, network, machine, talk.admitter, stage)
 
@@ -164,7 +155,7 @@ class Helping:
         while host.clock.now() < until:
             for peer in ask:
                 try:
-                    answer = Members.unpack(await network.call(peer, Members.KIND, b"", timeout_s=CALL_S))
+                    answer = await AskMembers().ask(network, peer, timeout_s=CALL_S)
                 except NetworkError as e:
                     problem = str(e)
                     continue

@@ -156,15 +156,15 @@ async def checks_by_members(network: Libp2pNetwork, ticket: Ticket, question: Qu
 
 async def _members(network: Libp2pNetwork, ticket: Ticket) -> dict[PeerId, str]:
     """Names of the run's members, from the first member of the ticket that answers."""
-    from muletrain.runs.join.removal import CALL_TIMEOUT_S, Members
+    from muletrain.runs.join.removal import CALL_TIMEOUT_S, AskMembers
 
     named = dict.fromkeys(a.rsplit("/p2p/", 1)[-1] for a in ticket.addresses)
     for peer in named:
         try:
-            answer = await network.call(peer, Members.KIND, b"", timeout_s=CALL_TIMEOUT_S)
+            answer = await AskMembers().ask(network, peer, timeout_s=CALL_TIMEOUT_S)
         except NetworkError:
             continue
-        return {m.id: m.name for m in Members.unpack(answer).members} or {peer: ""}
+        return {m.id: m.name for m in answer.members} or {peer: ""}
     return dict.fromkeys(named, "")
 
 

@@ -18,9 +18,10 @@ from muletrain.policy.recent import Debts
 from muletrain.runs.join.messages import (
     PIECE,
     Admitter,
-    AskGenesis,
+    AskAdmitter,
+    AskBegun,
     AskTokenizer,
-    Begin,
+    Begun,
     Declined,
     JoinRequest,
     Ready,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from muletrain.events import Event
     from muletrain.network.base import Network, PeerId
     from muletrain.runs.join.seating import Seating
-    from muletrain.runtime.members.roster import Genesis, Roster
+    from muletrain.runtime.members.roster import Roster
     from muletrain.runtime.transfer.messages import Shared
 
 
@@ -74,8 +75,9 @@ class Participants(Protocol):
         """Remove a newcomer that declined. Returns False if ``peer`` is unknown."""
         ...
 
-    def genesis(self) -> Genesis:
-        """The run's genesis. Raises AdmissionError before the beginning."""
+    def begun(self, peer: PeerId, ready: Ready | None) -> Begun:
+        """Tell ``peer``, which may be ``ready``, whether the run has begun. Raises AdmissionError for a peer that is
+        ready without a stage."""
         ...
 
 
@@ -93,10 +95,10 @@ class Admission:
     def open(self) -> None:
         """Answer newcomers from now on, in place of any earlier ``Admission`` on this network."""
         serve_admitter(self.net, self.net.peer_id)
-        self.net.serve(JoinRequest.KIND, self._on_request)
+        JoinRequest.serve(self.net, self._on_request)
         self.net.serve(AskTokenizer.KIND, self._on_tokenizer)
         self.net.serve(Declined.KIND, self._on_declined)
-        self.net.serve(AskGenesis.KIND, self._on_genesis)
+        AskBegun.serve(self.net, self._on_begun)
 
     def admit(self, peer: PeerId, request: JoinRequest) -> Welcome:
         """Choose a stage for ``peer`` and add ``peer`` there. Raises AdmissionError or CapacityError."""
@@ -126,8 +128,7 @@ class Admission:
         welcome = Welcome(config=self.info.config, stage=stage, data=self.info.data, tokenizer_size=0, client=True)
         return self.participants.add(peer, request, welcome.model_copy(update={"name": request.name}))
 
-    async def _on_request(self, sender: PeerId, payload: bytes) -> bytes:
-        request = JoinRequest.unpack(payload)
+    async def _on_request(self, sender: PeerId, request: JoinRequest) -> Welcome:
         if self._asked.add(sender, 1.0, loop_time_s()) > REQUESTS:
             raise AdmissionError("this machine asked to join too often; wait a minute")
         try:
@@ -136,7 +137,7 @@ class Admission:
             self.emit(JoinRefused(remote=sender, reason=str(e), name=request.name))
             raise
         self.emit(Admitted(peer_id=sender, name=welcome.name))
-        return welcome.pack()
+        return welcome
 
     async def _on_tokenizer(self, sender: PeerId, payload: bytes) -> bytes:
         offset = AskTokenizer.unpack(payload).offset
@@ -148,9 +149,8 @@ class Admission:
             self.emit(JoinRefused(remote=sender, reason=declined.reason))
         return b""
 
-    async def _on_genesis(self, sender: PeerId, payload: bytes) -> bytes:
-        AskGenesis.unpack(payload)
-        return Begin(genesis=self.participants.genesis()).pack()
+    async def _on_begun(self, sender: PeerId, ask: AskBegun) -> Begun:
+        return self.participants.begun(sender, ask.ready)
 
 
 class LiveMembers:
@@ -177,8 +177,8 @@ class LiveMembers:
     def remove(self, peer: PeerId) -> bool:
         return True  # a newcomer is in no roster yet
 
-    def genesis(self) -> Genesis:
-        return self._roster.genesis
+    def begun(self, peer: PeerId, ready: Ready | None) -> Begun:
+        return Begun(genesis=self._roster.genesis)
 
 
 def member_of(peer: PeerId, request: JoinRequest, welcome: Welcome, ready: Ready) -> Member:
@@ -204,7 +204,7 @@ def unique_name(name: str, taken: Collection[str]) -> str:
 def serve_admitter(net: Network, admitter: PeerId) -> None:
     """Tell newcomers that ``admitter`` admits them."""
 
-    async def answer(sender: PeerId, payload: bytes) -> bytes:
-        return Admitter(id=admitter).pack()
+    async def answer(sender: PeerId, ask: AskAdmitter) -> Admitter:
+        return Admitter(id=admitter)
 
-    net.serve(Admitter.KIND, answer)
+    AskAdmitter.serve(net, answer)

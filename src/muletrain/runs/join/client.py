@@ -7,34 +7,36 @@ import hashlib
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from muletrain.errors import AdmissionError, DeadlineExceeded, NetworkError, PeerUnreachable, ProtocolError, Refused
+from muletrain.errors import AdmissionError, DeadlineExceeded, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.runs.join.admission import serve_admitter
 from muletrain.runs.join.messages import (
+    ASK_EVERY_S,
     CALL_S,
     PIECE,
     READY_EVERY_S,
-    Admitter,
-    AskGenesis,
+    AskAdmitter,
+    AskBegun,
     AskPart,
     AskTokenizer,
     Begin,
     Declined,
     JoinRequest,
-    Missing,
     Ready,
-    Welcome,
 )
 from muletrain.runs.join.patience import patiently
+from muletrain.runtime.core.messages import Header
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
     from pathlib import Path
 
     from muletrain.network.base import Network, PeerId
-    from muletrain.runtime.core.messages import Message
+    from muletrain.runs.join.messages import Welcome
+    from muletrain.runtime.core.messages import Call
     from muletrain.runtime.members.roster import Genesis
 
 T = TypeVar("T")
+A = TypeVar("A", bound=Header)
 AHEAD = 4
 """Pieces that a newcomer asks for at once."""
 
@@ -66,7 +68,7 @@ async def find_admitter(net: Network, addresses: tuple[str, ...]) -> PeerId:
     answers, and AdmissionError when no answer names a peer."""
 
     async def answer(member: PeerId) -> PeerId:
-        return Admitter.unpack(await net.call(member, Admitter.KIND, b"", timeout_s=CALL_S)).id
+        return (await AskAdmitter().ask(net, member, timeout_s=CALL_S)).id
 
     admitter, problems = await first_answer(map(answer, members_in(addresses)))
     if admitter is not None:
@@ -84,20 +86,17 @@ async def find_founder(net: Network, addresses: tuple[str, ...]) -> PeerId:
     """Ask the members at a ticket's addresses for the founder. Raises as ``find_admitter``."""
     admitter = await find_admitter(net, addresses)
     try:
-        answer = await net.call(admitter, AskGenesis.KIND, AskGenesis().pack(), timeout_s=CALL_S)
-        return Begin.unpack(answer).genesis.coordinator
-    except NetworkError:  # before the run begins, only the founder admits
-        return admitter
+        genesis = (await AskBegun().ask(net, admitter, timeout_s=CALL_S)).genesis
+    except NetworkError:
+        genesis = None
+    return admitter if genesis is None else genesis.coordinator  # before the run begins, only the founder admits
 
 
 async def ask_missing(net: Network, addresses: tuple[str, ...]) -> tuple[str, ...]:
     """The conditions that a run waits for; empty after the beginning. Raises AdmissionError when no member can be
-    asked."""
+    asked, and NetworkError."""
     admitter = await find_admitter(net, addresses)
-    try:
-        return Missing.unpack(await net.call(admitter, Missing.KIND, b"", timeout_s=CALL_S)).missing
-    except NetworkError:  # members of a run that has begun do not serve this
-        return ()
+    return (await AskBegun().ask(net, admitter, timeout_s=CALL_S)).missing
 
 
 class JoinClient:
@@ -113,7 +112,7 @@ class JoinClient:
 
     async def join(self, request: JoinRequest) -> Welcome:
         """Get a stage. Raises Refused with the admitter's reason, or another NetworkError."""
-        return Welcome.unpack(await self._call(request))
+        return await self._ask(request)
 
     async def tokenizer(self, welcome: Welcome) -> bytes:
         """Load the tokenizer. Raises ProtocolError for pieces that do not fit, or another NetworkError."""
@@ -136,23 +135,18 @@ class JoinClient:
         with suppress(NetworkError):
             await self._net.call(self.admitter, declined.KIND, declined.pack(), timeout_s=CALL_S)
 
-    async def genesis(self) -> Genesis:
-        """Ask for the genesis of a run that has begun."""
-        return Begin.unpack(await self._call(AskGenesis())).genesis
-
-    async def missing(self) -> tuple[str, ...]:
-        """Ask for the conditions that the run waits for; empty after the beginning."""
-        try:
-            return Missing.unpack(await self._net.call(self.admitter, Missing.KIND, b"", timeout_s=CALL_S)).missing
-        except Refused:  # the run began a moment ago
-            return ()
-
-    async def begin(self, ready: Ready, tell: Callable[[tuple[str, ...]], None] = lambda missing: None) -> Genesis:
-        """Report that we are ready, and wait for the beginning. ``tell`` gets the missing conditions now and then.
+    async def begin(
+        self, ready: Ready | None, tell: Callable[[tuple[str, ...]], None] = lambda missing: None
+    ) -> Genesis:
+        """Wait for the beginning. ``ready``: of a guest with a stage. ``tell`` gets the missing conditions now and then.
         Raises NetworkError when the founder goes away meanwhile."""
+        pause_s = ASK_EVERY_S if ready is None else READY_EVERY_S
         while True:
-            tell(Missing.unpack(await self._call(ready)).missing)
-            done, _ = await asyncio.wait({self._genesis}, timeout=READY_EVERY_S)
+            begun = await self._ask(AskBegun(ready=ready))
+            if begun.genesis is not None:
+                return begun.genesis
+            tell(begun.missing)
+            done, _ = await asyncio.wait({self._genesis}, timeout=pause_s)
             if done:
                 return self._genesis.result()
 
@@ -160,7 +154,10 @@ class JoinClient:
         """``size`` bytes, in order. Raises ProtocolError for a piece of another length."""
 
         async def piece(offset: int) -> bytes:
-            answer = await self._call(ask(offset=offset))
+            message = ask(offset=offset)
+            answer = await patiently(
+                lambda: self._net.call(self.admitter, message.KIND, message.pack(), timeout_s=CALL_S), self._tell
+            )
             if len(answer) != min(PIECE, size - offset):
                 raise ProtocolError(f"{ask.KIND}: the pieces do not add up to {size} bytes")
             return answer
@@ -169,11 +166,9 @@ class JoinClient:
             for data in await asyncio.gather(*map(piece, range(begin, min(size, begin + AHEAD * PIECE), PIECE))):
                 yield data
 
-    async def _call(self, message: Message) -> bytes:
+    async def _ask(self, call: Call[A]) -> A:
         """Ask the admitter, within a newcomer's patience: each question may be repeated."""
-        return await patiently(
-            lambda: self._net.call(self.admitter, message.KIND, message.pack(), timeout_s=CALL_S), self._tell
-        )
+        return await patiently(lambda: call.ask(self._net, self.admitter, timeout_s=CALL_S), self._tell)
 
     async def _on_begin(self, sender: PeerId, payload: bytes) -> bytes:
         if sender != self.admitter:

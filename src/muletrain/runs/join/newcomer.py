@@ -90,7 +90,7 @@ async def _prepared(
         check_welcome(facts, welcome, machine.offer)
         host.open_base(facts, network)
         if welcome.running:
-            host.genesis = await client.genesis()
+            host.genesis = await client.begin(None)
         machine = _as_the_run_computes(facts, machine)
         if welcome.client:
             return await _help(host, network, client, welcome, facts, machine)

@@ -17,7 +17,7 @@ from pydantic import Field
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError
 from muletrain.network.trust import MAX_KEPT, chain_from
 from muletrain.runs.join.client import find_founder, first_answer
-from muletrain.runtime.core.messages import Id, Message, Name, Natural
+from muletrain.runtime.core.messages import Call, Header, Id, Name, Natural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -35,7 +35,7 @@ SHORTEST_ID = 6
 """Fewest characters of the end of an id that may name a peer."""
 
 
-class Listed(Message):
+class Listed(Header):
     """Describes one member. ``certificate``: empty if the answering peer has seen none. ``stage``: None for a member
     believed dead, and before the run begins."""
 
@@ -45,17 +45,17 @@ class Listed(Message):
     stage: Natural | None = None
 
 
-class Members(Message):
-    """Lists the members of the run. The question is empty."""
+class Members(Header):
+    """Lists the members of the run, or clients of a server."""
 
-    KIND: ClassVar[str] = "run.members"
     members: Annotated[tuple[Listed, ...], Field(max_length=MAX_KEPT)]
 
 
-class OwnClients(Members):
-    """Lists the clients that the answering server had lately. The question is empty."""
+class AskMembers(Call[Members]):
+    """Asks for the run's members; with ``clients``, for the clients that the receiver had lately, as a server."""
 
-    KIND: ClassVar[str] = "run.clients"
+    KIND: ClassVar[str] = "run.members"
+    clients: bool = False
 
 
 def serve_members(
@@ -70,16 +70,14 @@ def serve_members(
     def listed(p: PeerId, name: str, stage: int | None = None) -> Listed:
         return Listed(id=p, name=name, certificate=net.certificate(p), stage=stage)
 
-    async def members(sender: PeerId, payload: bytes) -> bytes:
+    async def answer(sender: PeerId, ask: AskMembers) -> Members:
+        if ask.clients:
+            since = asyncio.get_running_loop().time() - HEARD_S
+            return Members(members=tuple(listed(p, n) for p, n in clients().items() if net.heard_s(p) >= since))
         at = stages()
-        return Members(members=tuple(listed(p, n, at.get(p)) for p, n in names().items())).pack()
+        return Members(members=tuple(listed(p, n, at.get(p)) for p, n in names().items()))
 
-    async def own_clients(sender: PeerId, payload: bytes) -> bytes:
-        since = asyncio.get_running_loop().time() - HEARD_S
-        return OwnClients(members=tuple(listed(p, n) for p, n in clients().items() if net.heard_s(p) >= since)).pack()
-
-    net.serve(Members.KIND, members)
-    net.serve(OwnClients.KIND, own_clients)
+    AskMembers.serve(net, answer)
 
 
 async def serving(net: Network, ask: Iterable[PeerId]) -> list[Listed]:
@@ -87,7 +85,7 @@ async def serving(net: Network, ask: Iterable[PeerId]) -> list[Listed]:
     empty without an answer."""
 
     async def answer(member: PeerId) -> list[Listed]:
-        said = Members.unpack(await net.call(member, Members.KIND, b"", timeout_s=CALL_TIMEOUT_S))
+        said = await AskMembers().ask(net, member, timeout_s=CALL_TIMEOUT_S)
         return [m for m in said.members if m.stage is not None]
 
     found, _ = await first_answer(map(answer, list(dict.fromkeys(ask))[:ASKED]))
@@ -196,7 +194,7 @@ async def _ask_around(
             continue
         asked.add(peer)
         try:
-            answer = Members.unpack(await net.call(peer, Members.KIND, b"", timeout_s=CALL_TIMEOUT_S))
+            answer = await AskMembers().ask(net, peer, timeout_s=CALL_TIMEOUT_S)
         except NetworkError as e:
             problems.append(str(e))
             continue
@@ -218,7 +216,7 @@ async def _clients(
 
     async def of(peer: PeerId) -> tuple[Listed, ...]:
         try:
-            answer = OwnClients.unpack(await net.call(peer, OwnClients.KIND, b"", timeout_s=CALL_TIMEOUT_S))
+            answer = await AskMembers(clients=True).ask(net, peer, timeout_s=CALL_TIMEOUT_S)
         except NetworkError:  # the member is gone
             return ()
         return tuple(m for m in answer.members if m.id not in out)

@@ -15,11 +15,11 @@ from muletrain.runs.join.messages import (
     CALL_S,
     PIECE,
     READY_EVERY_S,
-    Admitter,
+    AskAdmitter,
     AskPart,
     Begin,
+    Begun,
     JoinRequest,
-    Missing,
     Ready,
     Welcome,
 )
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from muletrain.runs.checkpoint import Checkpoint
     from muletrain.runs.join.admission import RunInfo
     from muletrain.runs.join.seating import Seating
+    from muletrain.runtime.core.messages import Message
 
 
 PREPARE_S = 900.0
@@ -89,8 +90,6 @@ class Rendezvous:
         """Answer newcomers and guests from now on."""
         self._admission.open()
         self.net.serve(AskPart.KIND, self._on_part, free=True)
-        self.net.serve(Ready.KIND, self._on_ready)
-        self.net.serve(Missing.KIND, self._on_missing)
 
     def seat(self, peer: PeerId, request: JoinRequest) -> int:
         """Admit ``peer``, and return the stage. Raises AdmissionError or CapacityError."""
@@ -148,10 +147,10 @@ class Rendezvous:
         self._changed.set()
         return True
 
-    def genesis(self) -> Genesis:
-        if self._begun is None:
-            raise AdmissionError("the run has not begun")
-        return self._begun
+    def begun(self, peer: PeerId, ready: Ready | None) -> Begun:
+        if ready is not None:
+            self.ready(peer, ready)
+        return Begun(missing=tuple(self.missing())) if self._begun is None else Begun(genesis=self._begun)
 
     # What the run waits for -------------------------------------------------------------------------------------------
 
@@ -205,7 +204,7 @@ class Rendezvous:
     async def _sweep(self) -> None:
         """Free the places of guests that do not answer, or make no progress."""
         guests = [p for p in self._guests if p != self.net.peer_id]
-        for peer in await self._unreached(guests, Admitter.KIND, b""):
+        for peer in await self._unreached(guests, AskAdmitter()):
             self._guests.pop(peer, None)
         late = [p for p in guests if p in self._guests and self._guests[p].ready is None]
         for peer in late:
@@ -217,15 +216,16 @@ class Rendezvous:
     async def _begin(self) -> Genesis:
         self._begun = genesis = self._make_genesis()
         others = [m.id for m in genesis.members if m.id != self.net.peer_id]
-        for peer, error in (await self._unreached(others, Begin.KIND, Begin(genesis=genesis).pack())).items():
+        for peer, error in (await self._unreached(others, Begin(genesis=genesis))).items():
             # the first step finds the guest dead
             message = f"{self._guests[peer].welcome.name} could not be told to begin: {error.why}"
             self.emit(Note(level="warning", message=message))
         return genesis
 
-    async def _unreached(self, peers: list[PeerId], kind: str, payload: bytes) -> dict[PeerId, NetworkError]:
+    async def _unreached(self, peers: list[PeerId], message: Message) -> dict[PeerId, NetworkError]:
         """Call all ``peers``, and return the errors of failed calls."""
-        calls = (self.net.call(p, kind, payload, timeout_s=CALL_S) for p in peers)
+        packed = message.pack()
+        calls = (self.net.call(p, message.KIND, packed, timeout_s=CALL_S) for p in peers)
         failed = {}
         for peer, result in zip(peers, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(result, NetworkError):
@@ -261,13 +261,6 @@ class Rendezvous:
             raise ProtocolError("a part of the checkpoint is for a guest that prepares its stage")
         self.goes_on(sender)
         return await asyncio.to_thread(_read_piece, self.checkpoint.parts[guest.welcome.stage], ask.offset)
-
-    async def _on_ready(self, sender: PeerId, payload: bytes) -> bytes:
-        self.ready(sender, Ready.unpack(payload))
-        return await self._on_missing(sender, b"")
-
-    async def _on_missing(self, sender: PeerId, payload: bytes) -> bytes:
-        return Missing(missing=() if self._begun is not None else tuple(self.missing())).pack()
 
 
 def _read_piece(path: Path, offset: int) -> bytes:

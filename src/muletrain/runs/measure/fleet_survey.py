@@ -111,14 +111,14 @@ class Survey:
         self.emit(FleetMeasured(path=str(file), peers=[p.name for p in peers], lacking=lacking))
 
     async def _blocks(self, names: dict[PeerId, str]) -> dict[PeerId, BlockFound]:
-        ask = AskBlock(names=tuple(names.items())).pack()
-        calls = (self.net.call(p, AskBlock.KIND, ask, timeout_s=BLOCK_S) for p in names)
+        ask = AskBlock(names=tuple(names.items()))
+        calls = (ask.ask(self.net, p, timeout_s=BLOCK_S) for p in names)
         found = {}
         for peer, answer in zip(names, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             try:
                 if isinstance(answer, BaseException):
                     raise answer
-                found[peer] = BlockFound.unpack(answer)
+                found[peer] = answer
                 self._flops(found[peer])
             except NetworkError as e:
                 found.pop(peer, None)
@@ -188,11 +188,11 @@ class Survey:
 
     async def _link(self, a: PeerId, b: PeerId, seconds: float, names: dict[PeerId, str]) -> LinkFound | None:
         """One direction of a link; measured again after an early failure."""
-        ask = AskLink(to=b, seconds=seconds).pack()
+        ask = AskLink(to=b, seconds=seconds)
         begin, problem = self.clock.now(), ""
         while not problem or self.clock.now() - begin < AGAIN_S:
             try:
-                return LinkFound.unpack(await self.net.call(a, AskLink.KIND, ask, timeout_s=LIMIT_S + MARGIN_S))
+                return await ask.ask(self.net, a, timeout_s=LIMIT_S + MARGIN_S)
             except NetworkError as e:
                 if problem:
                     break

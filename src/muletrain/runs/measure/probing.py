@@ -4,7 +4,7 @@ The founder calls ``probe.block`` (the member's speed) and ``probe.link`` (the l
 calls from other peers, and calls after the run has begun. Each call sends a bounded amount for a bounded time.
 
 A link is measured on the run's stream of pipeline traffic, with encryption, routers and relays: frames go out
-(``probe.echo``), small frames return (``probe.echoed``), and one clock times both, so that no clock has to be trusted.
+(``probe.echo``), small frames return, and one clock times both, so that no clock has to be trusted.
 Round trips are measured with single bytes. For bandwidth, pieces are sent back to back; the echoes return at the rate
 at which the pieces arrive. The first half is ignored, because TCP starts slowly. Volleys grow until a volley takes long
 enough, which is longer on far links.
@@ -32,7 +32,7 @@ from muletrain.compute.probe import chip
 from muletrain.compute.profile import block_times
 from muletrain.errors import AdmissionError, Malformed, NetworkError
 from muletrain.network.base import Channel
-from muletrain.runtime.core.messages import Digest, Id, Message, Name, Natural, Text
+from muletrain.runtime.core.messages import Call, Digest, Header, Id, Message, Name, Natural, Text
 from muletrain.wire.codec import RAW, encode_raw
 
 if TYPE_CHECKING:
@@ -62,15 +62,8 @@ REPLY_S = 10.0
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class AskBlock(Message):
-    """Asks for the speed of a block. ``names``: of all peers that are measured."""
-
-    KIND: ClassVar[str] = "probe.block"
-    names: Annotated[tuple[tuple[Id, Name], ...], Field(max_length=4096)]
-
-
-class BlockFound(Message):
-    """The answer: times of one microbatch of ``sequences`` in one block. ``machine``: equal for all peers of a machine.
+class BlockFound(Header):
+    """Times of one microbatch of ``sequences`` in one block. ``machine``: equal for all peers of a machine.
     ``disk``: free bytes in the run folder."""
 
     forward_s: Annotated[Positive, Field(lt=1e4)]
@@ -81,7 +74,21 @@ class BlockFound(Message):
     disk: Natural
 
 
-class AskLink(Message):
+class AskBlock(Call[BlockFound]):
+    """Asks for the speed of a block. ``names``: of all peers that are measured."""
+
+    KIND: ClassVar[str] = "probe.block"
+    names: Annotated[tuple[tuple[Id, Name], ...], Field(max_length=4096)]
+
+
+class LinkFound(Header):
+    """Median round trip, and bandwidth, towards another member."""
+
+    rtt_s: Annotated[Positive, Field(lt=1e3)]
+    bytes_per_s: Annotated[Positive, Field(lt=1e13)]
+
+
+class AskLink(Call[LinkFound]):
     """Asks for the link to another member. ``seconds``: target time of a volley."""
 
     KIND: ClassVar[str] = "probe.link"
@@ -89,25 +96,11 @@ class AskLink(Message):
     seconds: Annotated[float, Field(ge=0.05, le=2.0)]
 
 
-class LinkFound(Message):
-    """The answer: median round trip, and bandwidth towards that member."""
-
-    rtt_s: Annotated[Positive, Field(lt=1e3)]
-    bytes_per_s: Annotated[Positive, Field(lt=1e13)]
-
-
 class Echo(Message):
-    """A frame to be answered, with one tensor of random bytes."""
+    """A piece of random bytes as a tensor, or the answer to a piece, without a tensor and with the piece's number."""
 
     KIND: ClassVar[str] = "probe.echo"
-    TENSORS: ClassVar[int] = 1
-    number: Natural
-
-
-class Echoed(Message):
-    """The answer to ``Echo``."""
-
-    KIND: ClassVar[str] = "probe.echoed"
+    MORE: ClassVar[int] = 1
     number: Natural
 
 
@@ -133,9 +126,9 @@ class Prober:
 
     def open(self) -> None:
         """Answer from now on."""
-        self._net.serve(AskBlock.KIND, self._on_block)
-        self._net.serve(AskLink.KIND, self._on_link)
-        self._links.receive(self._on_frame, (Echo.KIND, Echoed.KIND), self)
+        AskBlock.serve(self._net, self._on_block)
+        AskLink.serve(self._net, self._on_link)
+        self._links.receive(self._on_frame, (Echo.KIND,), self)
 
     def close(self) -> None:
         """Stop, because the run begins; late frames are ignored."""
@@ -144,14 +137,11 @@ class Prober:
     # Accepted frames (``network.base.Bounds``)
 
     def header(self, kind: str) -> int:
-        return 256 + (Echo if kind == Echo.KIND else Echoed).most()
+        return 256 + Echo.most()
 
     async def expect(self, sender: PeerId, frame: Frame) -> None:
-        if frame.kind == Echoed.KIND:
-            Echoed.parse(frame)
-            return
         Echo.parse(frame)
-        if frame.tensors[0].codec != RAW or math.prod(frame.tensors[0].shape) > MOST // PIECES:
+        if any(piece.codec != RAW or math.prod(piece.shape) > MOST // PIECES for piece in frame.tensors):
             raise Malformed("the piece is too large")
 
     def _check(self, sender: PeerId) -> None:
@@ -160,18 +150,17 @@ class Prober:
         if self._begun:
             raise AdmissionError("the run has begun; measuring would slow it down")
 
-    async def _on_block(self, sender: PeerId, payload: bytes) -> bytes:
+    async def _on_block(self, sender: PeerId, ask: AskBlock) -> BlockFound:
         self._check(sender)
-        self._learn(dict(AskBlock.unpack(payload).names))
+        self._learn(dict(ask.names))
         async with self._busy:
-            return (await asyncio.to_thread(self._block)).pack()
+            return await asyncio.to_thread(self._block)
 
-    async def _on_link(self, sender: PeerId, payload: bytes) -> bytes:
+    async def _on_link(self, sender: PeerId, ask: AskLink) -> LinkFound:
         self._check(sender)
-        ask = AskLink.unpack(payload)
         async with self._busy:
             self._check(sender)
-            return (await self._measured(ask.to, ask.seconds)).pack()
+            return await self._measured(ask.to, ask.seconds)
 
     async def _measured(self, to: PeerId, seconds: float) -> LinkFound:
         """Raises NetworkError."""
@@ -212,13 +201,13 @@ class Prober:
                 self._expected.pop(number, None)
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
-        if frame.kind == Echo.KIND:
-            echo = Echo.parse(frame)
+        number = Echo.parse(frame).number
+        if frame.tensors:
             if not self._begun:
                 with suppress(NetworkError):
-                    await self._links.send(sender, Echoed(number=echo.number).frame(), timeout_s=REPLY_S)
+                    await self._links.send(sender, Echo(number=number).frame(), timeout_s=REPLY_S)
             return
-        peer, wait = self._expected.pop(Echoed.parse(frame).number, ("", None))
+        peer, wait = self._expected.pop(number, ("", None))
         if wait is not None and peer == sender and not wait.done():
             wait.set_result(self._clock.now())
 

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from muletrain.errors import NetworkError
 from muletrain.policy.recent import Bucket
-from muletrain.runtime.core.messages import Message
+from muletrain.runtime.core.messages import Call, Header
 
 if TYPE_CHECKING:
     from muletrain.network.base import Network, PeerId
@@ -28,15 +28,8 @@ CALL_TIMEOUT_S = 12.0
 """Longest call, with an attempt to connect back [s]."""
 
 
-class AskSeen(Message):
-    """Asks a member for its view of the caller. ``port``: TCP port of the caller to connect to; 0: none."""
-
-    KIND: ClassVar[str] = "run.seen"
-    port: Annotated[int, Field(ge=0, lt=65536)]
-
-
-class Seen(Message):
-    """The answer. ``time``: the member's wall clock [s]. ``host``: the caller's address; '': relayed. ``reached``:
+class Seen(Header):
+    """A member's view of the caller. ``time``: the member's wall clock [s]. ``host``: the caller's address; '': relayed. ``reached``:
     whether the caller's port answers; None: not tried. ``carries``: whether the member relays traffic."""
 
     time: Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
@@ -45,17 +38,23 @@ class Seen(Message):
     carries: bool
 
 
+class AskSeen(Call[Seen]):
+    """Asks a member for its view of the caller. ``port``: TCP port of the caller to connect to; 0: none."""
+
+    KIND: ClassVar[str] = "run.seen"
+    port: Annotated[int, Field(ge=0, lt=65536)]
+
+
 def serve_sight(net: Libp2pNetwork, *, carries: bool) -> None:
     """Answer ``run.seen``."""
     dials = Bucket(BURST, PER_S)
 
-    async def answer(sender: PeerId, payload: bytes) -> bytes:
-        port = AskSeen.unpack(payload).port
-        host = await net.seen_at(sender)
+    async def answer(sender: PeerId, ask: AskSeen) -> Seen:
+        host, port = await net.seen_at(sender), ask.port
         reached = await connects(host, port) if port and host and dials.take(time.monotonic()) else None
-        return Seen(time=time.time(), host=host, reached=reached, carries=carries).pack()
+        return Seen(time=time.time(), host=host, reached=reached, carries=carries)
 
-    net.serve(AskSeen.KIND, answer)
+    AskSeen.serve(net, answer)
 
 
 async def connects(host: str, port: int) -> bool:
@@ -72,7 +71,7 @@ async def seen_by(net: Network, member: PeerId, port: int = 0) -> tuple[Seen, fl
     """The member's answer, the lead of the member's clock over ours, and the error of that lead [s]. Raises
     NetworkError."""
     begin, clock = time.time(), time.monotonic()
-    seen = Seen.unpack(await net.call(member, AskSeen.KIND, AskSeen(port=port).pack(), timeout_s=CALL_TIMEOUT_S))
+    seen = await AskSeen(port=port).ask(net, member, timeout_s=CALL_TIMEOUT_S)
     half_s = (time.monotonic() - clock) / 2
     return seen, seen.time - begin - half_s, half_s
 

@@ -33,7 +33,7 @@ from muletrain.runtime.core.times import GONE_S, LAG_S, LOOK_S, pause_s
 from muletrain.wire.statefile import StateBuffers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
@@ -136,64 +136,6 @@ class OpenCheckpoint:
         return f"no part of stages {lacking} came" if lacking else "its parts did not come whole"
 
 
-class Checkpoints:
-    """Owns the open checkpoints that this peer knows, and the ends of earlier checkpoints."""
-
-    def __init__(self) -> None:
-        self._open: dict[Key, OpenCheckpoint] = {}
-        self._ended: dict[Key, str] = {}
-        self._clearing: set[Key] = set()
-        self._over = asyncio.Event()
-
-    def __iter__(self) -> Iterator[OpenCheckpoint]:
-        """The open checkpoints."""
-        return iter(list(self._open.values()))
-
-    def get(self, key: Key) -> OpenCheckpoint | None:
-        """The checkpoint ``key``, if open."""
-        return self._open.get(key)
-
-    def full(self) -> bool:
-        """Is the limit of open checkpoints reached?"""
-        return len(self._open) >= MAX_OPEN
-
-    def begin(self, key: Key, now: float) -> OpenCheckpoint:
-        """Open a checkpoint."""
-        opened = self._open[key] = OpenCheckpoint(key, now, now)
-        return opened
-
-    def before(self, step: int) -> list[OpenCheckpoint]:
-        """Open checkpoints of earlier steps."""
-        return [o for k, o in self._open.items() if k.step < step]
-
-    def ended(self, key: Key) -> str | None:
-        """The end of checkpoint ``key`` (``OpenCheckpoint.ended``), or None."""
-        return self._ended.get(key)
-
-    def end(self, key: Key, reason: str) -> None:
-        """Note the end of a checkpoint. Then clear up and call ``cleared``."""
-        self._ended[key] = reason
-        self._clearing.add(key)
-        while len(self._ended) > REMEMBERED:
-            del self._ended[next(iter(self._ended))]
-        if (opened := self._open.pop(key, None)) is not None:
-            opened.ended = reason
-            opened.changed.set()
-
-    def cleared(self, key: Key) -> None:
-        """The ended checkpoint was cleared up."""
-        self._clearing.discard(key)
-        self._over.set()
-
-    async def over(self, key: Key) -> bool:
-        """Wait for the end of checkpoint ``key``. True if complete. Ends after
-        ``checkpoint/checkpointing._see_through``."""
-        while key not in self._ended or key in self._clearing:
-            self._over.clear()
-            await self._over.wait()
-        return not self._ended[key]
-
-
 class PartReplicas:
     """Owns the book's list of parts in the place: of this peer's stage, and of stages that this peer keeps or
     gathers."""
@@ -202,15 +144,6 @@ class PartReplicas:
         self._ctx, self._roles, self._book, self._place = ctx, roles, book, book.place
         self._tidied = False
         self._looking: asyncio.Task[dict[Key, dict[int, PartFacts]]] | None = None
-
-    @property
-    def name(self) -> str:
-        """The place's name."""
-        return self._place.name
-
-    def hangs(self) -> str:
-        """The reason why the place cannot be written now; empty: writing works."""
-        return f"{self._place.where(Key(0, b''))}: the disk or store hangs" if self._place.disk.hangs else ""
 
     def here(self, opened: OpenCheckpoint) -> set[int]:
         """The stages with announced parts in the place."""
@@ -279,10 +212,6 @@ class PartReplicas:
         except DeadlineExceeded:
             return self.known()
 
-    def where(self, key: Key) -> str:
-        """The location of checkpoint ``key``."""
-        return self._place.where(key)
-
     async def publish(self, opened: OpenCheckpoint) -> bool:
         """Complete a checkpoint with all parts here. Returns False if parts are gone, to be fetched again. Raises
         CheckpointError for a failed write."""
@@ -334,26 +263,23 @@ class PartReplicas:
         return f"{error.strerror or error}: {self._place.where(key)} ({'free some space; ' * full}training goes on)"
 
 
-@dataclass
-class _Kept:
-    """A copy of a part. ``asked``: when a peer last asked for the copy."""
-
-    copy: StateImage
-    asked: float
-
-
 class PartExchange:
     """Gives parts to entitled peers, and takes parts, over ``core.blocks``. Owns the copies that it
     gives."""
 
     def __init__(
-        self, ctx: Context, roles: Roles, replicas: PartReplicas, checkpoints: Checkpoints, membership: Membership
+        self,
+        ctx: Context,
+        roles: Roles,
+        replicas: PartReplicas,
+        checkpoints: Mapping[Key, OpenCheckpoint],
+        membership: Membership,
     ) -> None:
         self._ctx, self._roles, self._replicas, self._checkpoints = ctx, roles, replicas, checkpoints
         self._membership, self._downloader = membership, ctx.downloader()
         self._download = Download(self._downloader)
         self._reading = asyncio.Lock()
-        self._copies: dict[tuple[Key, int], _Kept] = {}
+        self._copies: dict[tuple[Key, int], StateImage] = {}
         """By checkpoint and stage."""
         ctx.blocks.offers(PARTS, self._given)
 
@@ -388,7 +314,7 @@ class PartExchange:
 
     async def _given(self, taker: PeerId, digest: bytes) -> StateImage | None:
         """See ``core.blocks.Reader``. The first request for a part reads the part."""
-        known = [of for of, kept in self._copies.items() if kept.copy.digest == digest]
+        known = [of for of, copy in self._copies.items() if copy.digest == digest]
         of = next((p for p in (*known, *self._held()) if p in known or part_name(*p) == digest), None)
         if of is None:
             return None
@@ -397,13 +323,11 @@ class PartExchange:
         if not await self._may_have(taker, of[1]):
             raise MuletrainError(f"stage {of[1]}'s part is for the coordinator and for peers that serve or keep it")
         async with self._reading:  # one part at a time is read, for all takers
-            kept = self._copies.get(of) or await self._make(*of)
-        kept.asked = self._ctx.clock.now()
-        return kept.copy
+            return self._copies.get(of) or await self._make(*of)
 
     def _held(self) -> list[tuple[Key, int]]:
         """The checkpoint and stage of each part that this peer can read."""
-        own = [(o.key, self._ctx.roster.own.stage) for o in self._checkpoints if o.own is not None]
+        own = [(o.key, self._ctx.roster.own.stage) for o in self._checkpoints.values() if o.own is not None]
         return own + [(key, stage) for key, parts in self._replicas.known().items() for stage in parts]
 
     async def _may_have(self, peer: PeerId, stage: int) -> bool:
@@ -413,14 +337,14 @@ class PartExchange:
             return True
         return peer in self._roles.keepers(stage, peer) or await self._membership.serves(peer, stage)
 
-    async def _make(self, key: Key, stage: int) -> _Kept:
+    async def _make(self, key: Key, stage: int) -> StateImage:
         """Make a copy of a part, once a copy before is not being taken. Raises MuletrainError. Ends within
         ``GONE_S / 2``."""
         clock, copies = self._ctx.clock, self._copies
         until = clock.now() + GONE_S / 2  # the asking peer waits for GONE_S
         while len(copies) >= COPIES:
             sent = self._ctx.blocks.sends(PARTS)
-            unused = [k for k, c in copies.items() if c.copy.digest not in sent and clock.now() - c.asked > LOOK_S]
+            unused = [k for k, c in copies.items() if c.digest not in sent and clock.now() - c.asked > LOOK_S]
             if unused:
                 del copies[min(unused, key=lambda k: copies[k].asked)]
             elif clock.now() > until:
@@ -438,17 +362,9 @@ class PartExchange:
         copy = StateImage(state)
         await copy.name(self._ctx.compute.offload)
         if not copies:
-            self._ctx.spawn(self._drop_unasked(), "copies of parts")
-        copies[key, stage] = _Kept(copy, clock.now())
-        return copies[key, stage]
-
-    async def _drop_unasked(self) -> None:
-        """Ends within ``GONE_S`` after the last request."""
-        while self._copies:
-            await self._ctx.clock.sleep(GONE_S / 2)
-            now = self._ctx.clock.now()
-            for of in [of for of, kept in self._copies.items() if now - kept.asked >= GONE_S]:
-                del self._copies[of]
+            self._ctx.spawn(self._ctx.blocks.drop_unasked(copies), "copies of parts")
+        copies[key, stage], copy.asked = copy, clock.now()
+        return copy
 
 
 class Checkpointing:
@@ -458,11 +374,16 @@ class Checkpointing:
     the run's last checkpoint waits instead."""
 
     def __init__(self, ctx: Context, membership: Membership, book: Book) -> None:
-        self._ctx = ctx
+        self._ctx, self._place = ctx, book.place
         self.roles = roles = Roles(ctx.roster, book)
         self.replicas = replicas = PartReplicas(ctx, roles, book)
-        self.checkpoints = checkpoints = Checkpoints()
-        self.exchange = PartExchange(ctx, roles, replicas, checkpoints, membership)
+        self._open: dict[Key, OpenCheckpoint] = {}
+        self.exchange = PartExchange(ctx, roles, replicas, self._open, membership)
+        self._ends: dict[Key, str] = {}
+        """The last ends (``OpenCheckpoint.ended``)."""
+        self._clearing: set[Key] = set()
+        """Ended checkpoints whose parts are being removed."""
+        self._cleared = asyncio.Event()
         self._due: Key | None = None
         """The checkpoint of our last step; None: the run's last checkpoint, which cannot be left out."""
         self._fetching = asyncio.Lock()
@@ -471,19 +392,25 @@ class Checkpointing:
 
     def open(self, key: Key) -> OpenCheckpoint:
         """The checkpoint ``key``, which has not ended; opened if new."""
-        opened = self.checkpoints.get(key)
-        if opened is None:
-            opened = self.checkpoints.begin(key, self._ctx.clock.now())
+        if (opened := self._open.get(key)) is None:
+            now = self._ctx.clock.now()
+            opened = self._open[key] = OpenCheckpoint(key, begin=now, news=now)
             self._ctx.spawn(self._see_through(opened), f"checkpoint {key.step}")
         return opened
+
+    def end_of(self, key: Key) -> str | None:
+        """The end of checkpoint ``key`` (``OpenCheckpoint.ended``)."""
+        return self._ends.get(key)
+
+    def _before(self, step: int) -> list[OpenCheckpoint]:
+        """Open checkpoints of earlier steps."""
+        return [o for k, o in self._open.items() if k.step < step]
 
     async def announce(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
         """Tell all peers that this peer has a part."""
         ctx, key = self._ctx, opened.key
-        place = self.replicas.name if stage in self.replicas.here(opened) else ""
-        ready = PartReady(
-            step=key.step, lineage=key.lineage, stage=stage, size=facts.size, digest=facts.digest, place=place
-        )
+        place = self._place.name if stage in self.replicas.here(opened) else ""
+        ready = PartReady(**key._asdict(), stage=stage, **facts._asdict(), place=place)
         await ctx.tell(ctx.roster.everyone(), ready)  # also peers that are down: a partition may be over
 
     # Our own stage's part -------------------------------------------------------------------------------------------
@@ -491,15 +418,15 @@ class Checkpointing:
     @property
     def copies(self) -> int:
         """Number of copies of our state that are kept for checkpoints."""
-        return sum(opened.own is not None for opened in self.checkpoints)
+        return sum(opened.own is not None for opened in self._open.values())
 
     def begins(self, key: Key, *, last: bool) -> bool:
         """After the step of ``key`` was applied: should we write our stage's part now? If another copy of the state is
         in use, the checkpoint is left out; the ``last`` checkpoint waits (``wants``)."""
         self._due = None if last else key
-        if (opened := self.checkpoints.get(key)) is not None:
+        if (opened := self._open.get(key)) is not None:
             opened.changed.set()
-        if not self.roles.is_writer() or self.checkpoints.ended(key) is not None or self.roles.coordinator is None:
+        if not self.roles.is_writer() or self.end_of(key) is not None or self.roles.coordinator is None:
             return False
         reason = self.busy()
         if reason is not None and not last:
@@ -508,41 +435,40 @@ class Checkpointing:
 
     def drop(self, key: Key) -> None:
         """Give up checkpoint ``key``, unless ended."""
-        if self.checkpoints.ended(key) is None and self.roles.coordinator is not None:
+        if self.end_of(key) is None and self.roles.coordinator is not None:
             self.leave_out(key, "left out: the run went on before it was complete")
 
     def wants(self, key: Key) -> bool:
         """Should we still offer our stage's part of the last checkpoint? A peer that shares the place leaves the offer
         to the writer."""
-        if self.checkpoints.ended(key) is not None or self.busy() is not None:
+        if self.end_of(key) is not None or self.busy() is not None:
             return False
         if self.roles.shares_target() and not self.roles.is_writer():
             return False
-        opened = self.checkpoints.get(key)
+        opened = self._open.get(key)
         return opened is None or self._ctx.roster.own.stage not in self.replicas.here(opened)
 
     def busy(self) -> str | None:
         """The reason why there is no room for another copy of the state; None: there is room."""
-        earlier = self._writing or next((o.key for o in self.checkpoints if o.own is not None), None)
+        earlier = self._writing or next((o.key for o in self._open.values() if o.own is not None), None)
         if earlier is not None:
             return f"checkpoint {earlier.step} is not complete yet (the store is slower than checkpoint.every)"
-        return (self.roles.shares_target() and self.replicas.hangs()) or None
+        if self.roles.shares_target() and self._place.disk.hangs:
+            return f"{self._place.where(Key(0, b''))}: the disk or store hangs"
+        return None
 
     def unsafe(self) -> str | None:
         """The reason why this peer should not leave the stage yet, if a checkpoint would lose a part."""
         stage = self._ctx.roster.own.stage
-        for opened in self.checkpoints:
+        for opened in self._open.values():
             step, holders, here = opened.key.step, opened.holders.get(stage, set()), self.replicas.here(opened)
-            there = (stage in here and self.roles.shares_target()) or self._alive(holders)
+            others = any(self._ctx.roster.is_alive(p) for p in holders - {self._ctx.net.peer_id})
+            there = (stage in here and self.roles.shares_target()) or others
             if opened.key == self._writing or (opened.own is not None and not there):
                 return f"its part of checkpoint {step} is on its way"
             if self.roles.coordinates() and here:
                 return f"it coordinates checkpoint {step}"
         return None
-
-    def _alive(self, holders: set[PeerId]) -> bool:
-        """Is a peer among ``holders``, except us, alive?"""
-        return any(self._ctx.roster.is_alive(p) for p in holders - {self._ctx.net.peer_id})
 
     async def copy(self, key: Key) -> dict[str, Tensor] | None:
         """A copy of the state for checkpoint ``key``; None without room for a copy: then the checkpoint is left out,
@@ -555,7 +481,7 @@ class Checkpointing:
 
     async def write(self, key: Key, state: dict[str, Tensor]) -> None:
         """Write our stage's part to the place, if shared, and announce the part."""
-        if self.checkpoints.ended(key) is not None:
+        if self.end_of(key) is not None:
             return
         self._writing = key
         try:
@@ -583,11 +509,13 @@ class Checkpointing:
         plan, key, stage = self._ctx.plan, ready.key, ready.stage
         if stage >= plan.stages or not 0 < ready.step <= plan.steps or not 0 < ready.size <= self._largest(stage):
             raise ProtocolError(f"checkpoint {ready.step}: stage {stage} of {ready.size} bytes cannot be")
-        if (reason := self.checkpoints.ended(key)) is not None:
+        if (reason := self.end_of(key)) is not None:
             if self.roles.coordinates():  # our notice was lost
-                self._ctx.spawn(self._ctx.tell((sender,), _ending(key, reason)), "end of a checkpoint")
+                self._ctx.spawn(
+                    self._ctx.tell((sender,), CheckpointEnd(**key._asdict(), reason=reason)), "end of a checkpoint"
+                )
             return
-        opened = self.checkpoints.get(key)
+        opened = self._open.get(key)
         known = None if opened is None else opened.parts.get(stage)
         if known is None and self._ctx.roster.member(sender).stage != stage:
             return  # the stage itself must announce the part first; keepers repeat that
@@ -596,18 +524,18 @@ class Checkpointing:
             if not writes:
                 return  # the writer's announcement counts, else the first, until proven false (``_fetch``)
             opened.holders[stage] = set()
-        if opened is None and self.checkpoints.full():
+        if opened is None and len(self._open) >= MAX_OPEN:
             raise ProtocolError(f"checkpoint {ready.step}: {MAX_OPEN} others are not complete yet")
         opened = self.open(key)
         if sender not in opened.holders.setdefault(stage, set()):
             opened.news = self._ctx.clock.now()
         opened.parts[stage] = ready.facts
         opened.holders[stage].add(sender)
-        if writes and ready.place == self.replicas.name:
+        if writes and ready.place == self._place.name:
             self.replicas.has(key, stage, ready.facts)
         opened.changed.set()
         if self.roles.coordinates() and writes:
-            for earlier in self.checkpoints.before(key.step):  # one part at a time is written, so these will not come
+            for earlier in self._before(key.step):  # one part at a time is written, so these will not come
                 if stage not in earlier.parts:
                     lost = f"no part of stages [{stage}] came before that of a later checkpoint"
                     self.fail(earlier.key, lost)
@@ -628,8 +556,8 @@ class Checkpointing:
             if sender == roles.coordinator or fails:
                 self.end(key, end.reason)
             return
-        known = self.checkpoints.get(key)
-        open_to_all = self.checkpoints.ended(key) is None and (known is not None or not self.checkpoints.full())
+        known = self._open.get(key)
+        open_to_all = self.end_of(key) is None and (known is not None or len(self._open) < MAX_OPEN)
         if open_to_all and sender == roles.writer(member.stage):
             opened = self.open(key)
             if member.stage not in opened.parts:
@@ -665,7 +593,7 @@ class Checkpointing:
     async def _look_after(self, opened: OpenCheckpoint) -> None:
         """No news came for a while: check whether the checkpoint has ended or failed."""
         ctx, key = self._ctx, opened.key
-        if self.checkpoints.before(key.step):
+        if self._before(key.step):
             opened.news = ctx.clock.now()  # earlier checkpoints go first
         if await self.replicas.is_complete(key):
             self.end(key, "")  # the notice was lost
@@ -731,7 +659,7 @@ class Checkpointing:
         except CheckpointError as e:
             return self.fail(key, str(e))
         size, seconds = sum(f.size for f in opened.parts.values()), ctx.clock.now() - opened.begin
-        ctx.emit(CheckpointWritten(step=key.step, path=self.replicas.where(key), bytes=size, seconds=seconds))
+        ctx.emit(CheckpointWritten(step=key.step, path=self._place.where(key), bytes=size, seconds=seconds))
         self.end(key, "", for_all=True)
 
     # The end ----------------------------------------------------------------------------------------------------------
@@ -742,7 +670,7 @@ class Checkpointing:
             return self.fail(key, reason)
         assert self.roles.coordinator is not None  # else nothing is due
         self.end(key, reason)
-        end = CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason, left_out=True)
+        end = CheckpointEnd(**key._asdict(), reason=reason, left_out=True)
         self._ctx.spawn(self._ctx.tell((self.roles.coordinator,), end), f"checkpoint {key.step} is left out")
 
     def fail(self, key: Key, reason: str) -> None:
@@ -752,15 +680,21 @@ class Checkpointing:
     def end(self, key: Key, reason: str, *, for_all: bool = False) -> None:
         """End the checkpoint here or ``for_all`` peers, without waiting for the disk. A complete checkpoint ends the
         earlier ones, too."""
-        if self.checkpoints.ended(key) is not None:
+        if self.end_of(key) is not None:
             return
         ends = {}
-        for overtaken in () if reason else self.checkpoints.before(key.step):
+        for overtaken in () if reason else self._before(key.step):
             lacking = overtaken.lacking(self._ctx.plan.stages)
             ends[overtaken.key] = f"{lacking} before a later checkpoint was complete"
         ends[key] = reason
         for ended, why in ends.items():
-            self.checkpoints.end(ended, why)
+            self._ends[ended] = why
+            if (opened := self._open.pop(ended, None)) is not None:
+                opened.ended = why
+                opened.changed.set()
+        self._clearing |= ends.keys()
+        while len(self._ends) > REMEMBERED:
+            del self._ends[next(iter(self._ends))]
         self._ctx.spawn(self._clear(ends, for_all=for_all), f"after checkpoint {key.step}")
 
     async def _clear(self, ends: dict[Key, str], *, for_all: bool) -> None:
@@ -769,15 +703,19 @@ class Checkpointing:
             await self.replicas.clear(key, reason)
             if reason and coordinates:
                 self._ctx.emit(CheckpointFailed(step=key.step, reason=reason))
-            self.checkpoints.cleared(key)
+            self._clearing.discard(key)
+            self._cleared.set()
             if for_all:  # after a slow disk, that end may be forgotten
-                await self._ctx.tell(self._ctx.roster.others(), _ending(key, reason))
+                await self._ctx.tell(self._ctx.roster.others(), CheckpointEnd(**key._asdict(), reason=reason))
 
     async def ended(self, key: Key) -> bool:
-        """Wait for the end of checkpoint ``key``. True if complete."""
-        if self.checkpoints.ended(key) is None:
+        """Wait for the end of checkpoint ``key``. True if complete. Ends after ``checkpoint/checkpointing._see_through``."""
+        if self.end_of(key) is None:
             self.open(key)  # perhaps no part was announced yet
-        return await self.checkpoints.over(key)
+        while key not in self._ends or key in self._clearing:
+            self._cleared.clear()
+            await self._cleared.wait()
+        return not self._ends[key]
 
 
 class PartWriter:
@@ -815,7 +753,3 @@ class PartWriter:
     def _spawn(self, key: Key, state: dict[str, Tensor] | None) -> None:
         if state is not None:
             self._ctx.spawn(self._checkpointing.write(key, state), f"part of checkpoint {key.step}")
-
-
-def _ending(key: Key, reason: str) -> CheckpointEnd:
-    return CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason)

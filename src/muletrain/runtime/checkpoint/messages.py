@@ -15,23 +15,28 @@ MAX_PART = 1 << 42
 """Largest part [bytes] if the stage's size is not known."""
 
 
-class PartReady(Message):
-    """The sender has ``stage``'s part of the checkpoint of ``step`` steps. ``digest``: SHA-256 of the file; ``place``:
-    the name of the place where the part is written, if any."""
+class OfCheckpoint(Message):
+    """Base of the messages about one checkpoint, of ``step`` steps; ``lineage``: of the next step."""
 
-    KIND: ClassVar[str] = "part_ready"
     CHANNEL: ClassVar[Channel] = Channel.BULK
     step: Natural
     lineage: Digest
-    stage: Natural
-    size: Natural
-    digest: Digest
-    place: Annotated[str, Field(max_length=64)] = ""
 
     @property
     def key(self) -> Key:
         """The checkpoint."""
         return Key(self.step, self.lineage)
+
+
+class PartReady(OfCheckpoint):
+    """The sender has ``stage``'s part of the checkpoint. ``digest``: SHA-256 of the file; ``place``: the name of the place
+    where the part is written, if any."""
+
+    KIND: ClassVar[str] = "part_ready"
+    stage: Natural
+    size: Natural
+    digest: Digest
+    place: Annotated[str, Field(max_length=64)] = ""
 
     @property
     def facts(self) -> PartFacts:
@@ -39,21 +44,13 @@ class PartReady(Message):
         return PartFacts(self.size, self.digest)
 
 
-class CheckpointEnd(Message):
-    """A checkpoint is complete or, for a ``reason``, will never be complete. ``left_out``: only the sender's part is
+class CheckpointEnd(OfCheckpoint):
+    """The checkpoint is complete or, for a ``reason``, will never be complete. ``left_out``: only the sender's part is
     missing, and the coordinator decides."""
 
     KIND: ClassVar[str] = "checkpoint_end"
-    CHANNEL: ClassVar[Channel] = Channel.BULK
-    step: Natural
-    lineage: Digest
     reason: Text = ""
     left_out: bool = False
-
-    @property
-    def key(self) -> Key:
-        """The checkpoint."""
-        return Key(self.step, self.lineage)
 
 
 def part_name(key: Key, stage: int) -> bytes:

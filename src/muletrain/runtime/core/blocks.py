@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import torch
 from blake3 import blake3
@@ -37,7 +37,7 @@ from muletrain.errors import (
 from muletrain.network.base import Channel
 from muletrain.policy.deadline import CEILING_S, Deadline
 from muletrain.policy.recent import Recent
-from muletrain.runtime.core.messages import Digest, Message, Natural, Text
+from muletrain.runtime.core.messages import Digest, Header, Message, Natural, Text
 from muletrain.runtime.core.times import AGAIN_S, GONE_S, PAUSE_S
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.wire.codec import MAX_DIMENSIONS, RAW, Encoded, decode_raw
@@ -72,27 +72,10 @@ HASHED_AT_ONCE = 16 << 20
 _TYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
 
+K = TypeVar("K")
+C = TypeVar("C", bound="StateImage")
 Offload = Callable[..., Awaitable[Any]]
 """Runs a function beside the event loop, and returns the result."""
-
-
-class AskBlocks(Message):
-    """A call that asks for ``blocks`` of the copy with that digest; (): for the manifest. Blocks come as frames, and
-    the answer is then empty."""
-
-    KIND: ClassVar[str] = "ask_blocks"
-    digest: Digest
-    blocks: Annotated[tuple[Natural, ...], Field(max_length=RUN), FailFast()] = ()
-
-
-class Block(Message):
-    """A frame with one requested block."""
-
-    KIND: ClassVar[str] = "block"
-    CHANNEL: ClassVar[Channel] = Channel.BULK
-    TENSORS: ClassVar[int] = 1
-    digest: Digest
-    block: Natural
 
 
 Shape = Annotated[tuple[Natural, ...], Field(max_length=MAX_DIMENSIONS)]
@@ -103,10 +86,9 @@ def block_size(size: int) -> int:
     return max(BLOCK, -(-size // MAX_BLOCKS))
 
 
-class Manifest(Message):
+class Manifest(Header):
     """A manifest lists a copy's tensors (name, dtype, shape) in order, the block size, and every block's BLAKE3."""
 
-    KIND: ClassVar[str] = "manifest"
     tensors: Annotated[tuple[tuple[Text, Text, Shape], ...], Field(max_length=1 << 16)]
     block: Annotated[int, Field(ge=1, le=1 << 28)]
     digests: Annotated[bytes, Field(max_length=32 * MAX_BLOCKS)]
@@ -147,12 +129,34 @@ class Manifest(Message):
         return self.digests[32 * block : 32 * block + 32]
 
 
+class AskBlocks(Message):
+    """A call that asks for ``blocks`` of the copy with that digest; (): for the manifest. Blocks come as frames, and
+    the answer is then empty."""
+
+    KIND: ClassVar[str] = "ask_blocks"
+    ANSWER: ClassVar[type[Header] | None] = Manifest
+    digest: Digest
+    blocks: Annotated[tuple[Natural, ...], Field(max_length=RUN), FailFast()] = ()
+
+
+class Block(Message):
+    """A frame with one requested block."""
+
+    KIND: ClassVar[str] = "block"
+    CHANNEL: ClassVar[Channel] = Channel.BULK
+    TENSORS: ClassVar[int] = 1
+    digest: Digest
+    block: Natural
+
+
 class StateImage:
     """A donor's side of one copy. ``digest``, the hash of the manifest, names the copy."""
 
     def __init__(self, state: dict[str, Tensor], channel: Channel = Channel.BULK) -> None:
         """``state``: tensors that do not change any more. ``channel``: urgency of the blocks."""
         self.channel = channel
+        self.asked = -math.inf
+        """When a taker last asked for the copy."""
         self._names = sorted(state)
         self._tensors = [state[n] for n in self._names]
         self._views = [t.contiguous().reshape(-1).view(torch.uint8).numpy().data for t in self._tensors]
@@ -164,14 +168,18 @@ class StateImage:
 
     async def name(self, offload: Offload) -> None:
         """Hash all blocks, and name the copy by the hashes."""
-        count = -(-self.size // self.block)
-        step = max(1, HASHED_AT_ONCE // self.block)
-        jobs = [(k, min(count, k + step)) for k in range(0, count, step)]
-        self.named(b"".join([await offload(self._hashes, *job) for job in jobs]))
+        step = self.block * max(1, HASHED_AT_ONCE // self.block)
+        self.named(b"".join([await offload(self.hashes, k, k + step) for k in range(0, self.size, step)]))
 
-    def hashes(self) -> bytes:
-        """BLAKE3 of all blocks, one after the other."""
-        return self._hashes(0, -(-self.size // self.block))
+    def hashes(self, begin: int = 0, end: int | None = None) -> bytes:
+        """BLAKE3 of the blocks of bytes ``begin`` to ``end``, one after the other."""
+        found = []
+        for a in range(begin, min(self.size, end or self.size), self.block):
+            digest = blake3()
+            for view in self.views(a, min(self.size, a + self.block)):
+                digest.update(view)
+            found.append(digest.digest())
+        return b"".join(found)
 
     def named(self, digests: bytes) -> None:
         """Name the copy; ``digests``: the result of ``hashes``."""
@@ -181,18 +189,6 @@ class StateImage:
         ]
         self.manifest = Manifest(tensors=tuple(tensors), block=self.block, digests=digests).pack()
         self.digest = blake3(self.manifest).digest()
-
-    def _hashes(self, begin: int, end: int) -> bytes:
-        return b"".join(self._hash(k) for k in range(begin, end))
-
-    def _hash(self, block: int) -> bytes:
-        digest = blake3()
-        for view in self.views(*self._span(block)):
-            digest.update(view)
-        return digest.digest()
-
-    def _span(self, block: int) -> tuple[int, int]:
-        return block * self.block, min(self.size, (block + 1) * self.block)
 
     def views(self, a: int, b: int) -> list[memoryview]:
         """Bytes ``a`` to ``b`` of the copy, as views of its tensors."""
@@ -210,7 +206,7 @@ class StateImage:
 
     async def send(self, by: Blocks, taker: PeerId, block: int) -> None:
         """Send one block to ``taker``. Raises NetworkError."""
-        begin, end = self._span(block)
+        begin, end = block * self.block, min(self.size, (block + 1) * self.block)
         raw = Encoded(RAW, (end - begin,), await self.content(begin, end))
         await by.send(taker, Block(digest=self.digest, block=block), [raw], channel=self.channel)
 
@@ -305,8 +301,16 @@ class Blocks:
         copy to ``taker`` (any more)."""
         for room, (reader, _) in self._readers.items():
             if (copy := await reader(taker, digest)) is not None:
+                copy.asked = self.clock.now()
                 return room, copy
         raise MuletrainError("this copy is not kept for you (any more); ask for another")
+
+    async def drop_unasked(self, copies: dict[K, C]) -> None:
+        """Drop ``copies`` that nobody takes any more. Ends within ``GONE_S`` after the last request."""
+        while copies:
+            await self.clock.sleep(GONE_S / 2)
+            for name in [n for n, copy in copies.items() if self.clock.now() - copy.asked >= GONE_S]:
+                del copies[name]
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises MuletrainError for a copy that ``sender`` may not have, and for too many blocks or takers."""

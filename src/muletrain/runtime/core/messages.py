@@ -8,7 +8,7 @@ Messages on streams are *frames*: a header of a message model, perhaps with tens
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
@@ -19,6 +19,11 @@ from muletrain.network.base import Channel
 from muletrain.policy.fork_choice import MEMORY
 from muletrain.runtime.core.sizes import packed_size
 from muletrain.wire.frame import Frame
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from muletrain.network.base import Network, PeerId
 
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 Natural = Annotated[int, Field(ge=0, lt=2**48)]
@@ -34,39 +39,24 @@ MAX_ERRORS = 16
 Indices = Annotated[tuple[Natural, ...], Field(max_length=MAX_MICROBATCHES), FailFast()]
 Past = Annotated[tuple[Digest, ...], Field(max_length=MEMORY), FailFast()]
 
+H = TypeVar("H", bound="Header")
 M = TypeVar("M", bound="Message")
+A = TypeVar("A", bound="Header")
 
 
-class Message(BaseModel):
-    """Base of all headers. ``KIND``: the frame or call; ``CHANNEL``: the stream of a frame; ``TENSORS``: number of
-    tensors, of which up to ``MORE`` may be added."""
+class Header(BaseModel):
+    """Base of everything that peers send: a message, the answer to a call, or a part of these."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
-    KIND: ClassVar[str]
-    CHANNEL: ClassVar[Channel] = Channel.CONTROL
-    TENSORS: ClassVar[int] = 0
-    MORE: ClassVar[int] = 0
-
-    def frame(self, tensors: list[Any] | None = None) -> Frame:
-        return Frame(self.KIND, None, tensors, self)
 
     @classmethod
     def most(cls, microbatches: int = MAX_MICROBATCHES) -> int:
-        """Returns the most bytes of a packed message in a run with ``microbatches`` microbatches a step. Raises
+        """Returns the most bytes of a packed header in a run with ``microbatches`` microbatches a step. Raises
         TypeError for a field without a bound."""
         return packed_size(cls, MAX_MICROBATCHES, microbatches)
 
     @classmethod
-    def parse(cls: type[M], frame: Frame) -> M:
-        """Returns the message of ``frame``. Raises ProtocolError for an invalid header or a wrong number of tensors."""
-        if not cls.TENSORS <= len(frame.tensors) <= cls.TENSORS + cls.MORE:
-            raise Malformed(f"{frame.kind}: {len(frame.tensors)} tensors instead of {cls.TENSORS}")
-        if type(frame.message) is cls:  # the message never left this process, and was validated at its creation
-            return frame.message
-        return cls.validated(frame.header)
-
-    @classmethod
-    def validated(cls: type[M], header: Any) -> M:
+    def validated(cls: type[H], header: Any) -> H:
         try:
             return cls.model_validate(header)
         except ValidationError as e:
@@ -77,14 +67,14 @@ class Message(BaseModel):
             raise Malformed(f"{cls.__name__}: {where!r}: {first['msg'][:200]}") from None
 
     def pack(self) -> bytes:
-        """Returns the payload of a call, without the fields that have their defaults."""
+        """Returns the payload of a call or an answer, without the fields that have their defaults."""
         packed: bytes = msgpack.packb(self.model_dump(exclude_defaults=True))
         return packed
 
     @classmethod
-    def unpack(cls: type[M], payload: bytes) -> M:
-        """Returns the message of a call. Raises ProtocolError for a payload that is too large, before reading, and for
-        an invalid payload."""
+    def unpack(cls: type[H], payload: bytes) -> H:
+        """Returns the header of a call or an answer. Raises ProtocolError for a payload that is too large, before
+        reading, and for an invalid payload."""
         if len(payload) > cls.most():
             raise Malformed(f"{cls.__name__}: {len(payload)} bytes; at most {cls.most()} are accepted")
         try:
@@ -92,6 +82,54 @@ class Message(BaseModel):
         except Exception as e:  # msgpack raises a dozen unrelated types on garbage
             raise Malformed(f"{cls.__name__}: not msgpack ({type(e).__name__})") from None
         return cls.validated(header)
+
+
+class Message(Header):
+    """Base of all frames and calls. ``KIND``: names the message; ``CHANNEL``: the stream of a frame; ``TENSORS``: number
+    of tensors, of which up to ``MORE`` may be added; ``ANSWER``: header of a call's answer, if the answer has one."""
+
+    KIND: ClassVar[str]
+    CHANNEL: ClassVar[Channel] = Channel.CONTROL
+    TENSORS: ClassVar[int] = 0
+    MORE: ClassVar[int] = 0
+    ANSWER: ClassVar[type[Header] | None] = None
+
+    def frame(self, tensors: list[Any] | None = None) -> Frame:
+        return Frame(self.KIND, None, tensors, self)
+
+    @classmethod
+    def parse(cls: type[M], frame: Frame) -> M:
+        """Returns the message of ``frame``. Raises ProtocolError for an invalid header or a wrong number of tensors."""
+        if not cls.TENSORS <= len(frame.tensors) <= cls.TENSORS + cls.MORE:
+            raise Malformed(f"{frame.kind}: {len(frame.tensors)} tensors instead of {cls.TENSORS}")
+        if type(frame.message) is cls:  # the message never left this process, and was validated at its creation
+            return frame.message
+        return cls.validated(frame.header)
+
+
+class Call(Message, Generic[A]):
+    """Base of calls that are always answered with an ``A``. The call names the answer, which needs no kind."""
+
+    ANSWER: ClassVar[type[Any]]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        if arguments := cls.__pydantic_generic_metadata__["args"]:
+            cls.ANSWER = arguments[0]
+
+    async def ask(self, net: Network, peer: PeerId, *, timeout_s: float) -> A:
+        """Returns the answer of ``peer``. Raises NetworkError."""
+        answer: A = self.ANSWER.unpack(await net.call(peer, self.KIND, self.pack(), timeout_s=timeout_s))
+        return answer
+
+    @classmethod
+    def serve(cls, net: Network, answer: Callable[[PeerId, Self], Awaitable[A]]) -> None:
+        """Answer calls of this kind on ``net``, each by ``answer`` of the caller and the call."""
+
+        async def answered(sender: PeerId, payload: bytes) -> bytes:
+            return (await answer(sender, cls.unpack(payload))).pack()
+
+        net.serve(cls.KIND, answered)
 
 
 class Request(Message):
@@ -109,10 +147,4 @@ class Request(Message):
 
     def identity(self) -> dict[str, Any]:
         """Returns the fields that every message about this attempt repeats."""
-        return {
-            "lineage": self.lineage,
-            "step": self.step,
-            "index": self.index,
-            "attempt": self.attempt,
-            "trainer": self.trainer,
-        }
+        return {name: getattr(self, name) for name in Request.model_fields}

@@ -256,12 +256,11 @@ class FailureDetector:
         waits = alarms if (lives := self._peer.roster.is_alive(peer)) else 0
         limit_s = self.deadline.seconds(attempt + waits) + self._peer.net.queued_s(peer)
         try:
-            answer = await self._peer.net.call(peer, Sync.KIND, ask.pack(), timeout_s=limit_s)
+            row = await ask.ask(self._peer.net, peer, timeout_s=limit_s)
         except DeadlineExceeded:
             if lives and alarms == self._alarms[peer] < MAX_ALARMS:
                 self._alarms[peer] += 1
             raise
-        row = Row.unpack(answer)
         del self._alarms[peer]
         (self._late.add if row.late else self._late.discard)(peer)
         if (took_s := self._peer.clock.now() - begin) <= limit_s:  # else this machine has slept

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from muletrain.errors import DeadlineExceeded, NetworkError, ProtocolError
 from muletrain.events import DirectoryFailed, MemberAdmitted
 from muletrain.policy.deadline import Deadline
-from muletrain.policy.recent import Recent
+from muletrain.policy.recent import Seldom
 from muletrain.runtime.core.times import AGAIN_S, GONE_S
-from muletrain.runtime.members.messages import Acquaintances, Introduce, Member, WhoAreYou
+from muletrain.runtime.members.messages import Acquaintances, Introduce, Member
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -28,11 +28,10 @@ class Membership:
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._asking: dict[PeerId, asyncio.Task[None]] = {}
-        self._asked: Recent[float] = Recent()
+        self._asks = Seldom(AGAIN_S)
         self._deadline = Deadline()
         """Time of an answer, for which a connection must be made first."""
-        ctx.net.serve(Introduce.KIND, self._on_introduction)
-        ctx.net.serve(WhoAreYou.KIND, self._on_question)
+        Introduce.serve(ctx.net, self._on_introduction)
 
     async def introduce(self) -> None:
         """Introduce this peer to all peers, including peers heard of on the way: of two newcomers, at least one hears
@@ -72,10 +71,9 @@ class Membership:
         ctx = self._ctx
         begin = ctx.clock.now()
         try:
-            introduction = Introduce(member=ctx.roster.own).pack()
-            answer = await ctx.net.call(peer, Introduce.KIND, introduction, timeout_s=GONE_S)
+            answer = await Introduce(member=ctx.roster.own).ask(ctx.net, peer, timeout_s=GONE_S)
             self._deadline.measured(ctx.clock.now() - begin)
-            for member in Acquaintances.unpack(answer).members:
+            for member in answer.members:
                 if member.id == peer:
                     ctx.roster.admit(member)
                 elif not ctx.roster.expelled(member.id):  # the answerer may not know yet
@@ -93,14 +91,13 @@ class Membership:
         """``peer`` speaks to us: ask for an introduction if ``peer`` is unknown, or not known to serve ``stage``, after
         an arrival or a move during our absence. Raises ProtocolError without an introduction, and if ``peer`` was
         expelled. Ends within the deadline of an introduction."""
-        roster, now = self._ctx.roster, self._ctx.clock.now()
+        roster = self._ctx.roster
         if roster.expelled(peer):
             raise ProtocolError("this peer was expelled: it computed false gradients")
         if roster.knows(peer) and stage in (None, roster.member(peer).stage):
             return
         task = self._asking.get(peer)
-        if task is None and now - self._asked.get(peer, float("-inf")) >= AGAIN_S:
-            self._asked[peer] = now
+        if task is None and self._asks.due(peer, self._ctx.clock.now()):
             task = self._asking[peer] = self._ctx.spawn(self._ask(peer), "acquaint")
             task.add_done_callback(lambda _: self._asking.pop(peer, None))
         if task is not None:
@@ -115,8 +112,8 @@ class Membership:
     async def _ask(self, peer: PeerId) -> None:
         try:
             limit_s = self._deadline.seconds()  # the next step may wait for this answer
-            answer = await self._ctx.net.call(peer, WhoAreYou.KIND, WhoAreYou().pack(), timeout_s=limit_s)
-            self._admit(peer, Member.unpack(answer))
+            for member in (await Introduce().ask(self._ctx.net, peer, timeout_s=limit_s)).members:
+                self._admit(peer, member)
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))
         except NetworkError as e:
@@ -130,10 +127,9 @@ class Membership:
         if self._ctx.roster.admit(member):
             self._ctx.emit(MemberAdmitted(peer_id=member.id, name=member.name, stage=member.stage))
 
-    async def _on_introduction(self, sender: PeerId, payload: bytes) -> bytes:
-        self._admit(sender, Introduce.unpack(payload).member)
-        return Acquaintances(members=self._ctx.roster.members()).pack()
-
-    async def _on_question(self, sender: PeerId, payload: bytes) -> bytes:
-        WhoAreYou.unpack(payload)
-        return self._ctx.roster.own.pack()
+    async def _on_introduction(self, sender: PeerId, introduction: Introduce) -> Acquaintances:
+        roster = self._ctx.roster
+        if introduction.member is None:
+            return Acquaintances(members=(roster.own,))
+        self._admit(sender, introduction.member)
+        return Acquaintances(members=roster.members())

@@ -8,7 +8,9 @@ from pydantic import FailFast, Field
 
 from muletrain.runtime.core.messages import (
     Address,
+    Call,
     Digest,
+    Header,
     Id,
     Message,
     Name,
@@ -18,11 +20,10 @@ from muletrain.runtime.core.messages import (
 )
 
 
-class Member(Message):
+class Member(Header):
     """Describes one peer of the run. ``device``: kind. ``flops``: expected speed [FLOP/s], 0 if unknown. ``since``:
     counts served stages; a later description replaces an earlier."""
 
-    KIND: ClassVar[str] = "member"
     id: Id
     name: Name
     stage: Natural
@@ -45,21 +46,15 @@ class Suspected(Message):
     peer: Id
 
 
-class Introduce(Message):
-    """Call to all peers that the sender knows: the sender serves ``member``'s stage from now on."""
-
-    KIND: ClassVar[str] = "introduce"
-    member: Member
-
-
-class Acquaintances(Message):
+class Acquaintances(Header):
     """The answer to an introduction: all peers known to the answering peer, itself included."""
 
-    KIND: ClassVar[str] = "acquaintances"
     members: Annotated[tuple[Member, ...], Field(max_length=4096), FailFast()]
 
 
-class WhoAreYou(Message):
-    """Call to an unknown peer that has sent a message. The answer is a Member."""
+class Introduce(Call[Acquaintances]):
+    """The sender serves ``member``'s stage from now on. None: the receiver, unknown to the sender, has sent a message;
+    the answer names the receiver alone."""
 
-    KIND: ClassVar[str] = "who_are_you"
+    KIND: ClassVar[str] = "introduce"
+    member: Member | None = None

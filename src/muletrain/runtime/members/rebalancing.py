@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.core.meter import StepStats
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.machine import Machine
 
 SAMPLES = 20
 """Samples of the queue in a period."""
@@ -61,18 +62,6 @@ class Mover(Protocol):
         """Number of requests that the peer holds."""
         ...
 
-    def fits(self, stage: int) -> bool:
-        """Does the peer's memory have room for ``stage``?"""
-        ...
-
-    def prepares_s(self, stage: int) -> float:
-        """About how many seconds ``prepare`` takes; 0: nothing lacks."""
-        ...
-
-    async def prepare(self, stage: int) -> None:
-        """Fetch what ``stage`` needs beside its state. Raises MuletrainError."""
-        ...
-
     def move(self, stage: int | None) -> None:
         """Go to ``stage`` after the current step; None: stay."""
         ...
@@ -81,8 +70,8 @@ class Mover(Protocol):
 class Rebalancer:
     """Decides for one peer."""
 
-    def __init__(self, ctx: Context, mover: Mover) -> None:
-        self._ctx, self._mover = ctx, mover
+    def __init__(self, ctx: Context, machine: Machine, mover: Mover) -> None:
+        self._ctx, self._machine, self._mover = ctx, machine, mover
         self._services: deque[tuple[float, float]] = deque(maxlen=MAX_SERVICES)
         self._confirmed = Confirmed()
         self.settled = True
@@ -115,7 +104,7 @@ class Rebalancer:
             if not self.settled:
                 continue
             target = await self._decide(queued / SAMPLES)
-            if target is not None and self._mover.prepares_s(target):
+            if target is not None and self._machine.prepares_s(target):
                 target = await self._prepared(target)
             self._mover.move(target)
             if target is not None:
@@ -125,7 +114,7 @@ class Rebalancer:
         """Returns ``target`` once this peer has what it needs there, while it goes on serving; None: that is not to be
         had. Ends after ``transfer/base._fetch``."""
         ctx = self._ctx
-        preparing = ctx.spawn(self._mover.prepare(target), "preparing to move")
+        preparing = ctx.spawn(self._machine.prepare(target), "preparing to move")
         try:
             while not preparing.done():
                 await self._announce(0.0, target)
@@ -164,9 +153,9 @@ class Rebalancer:
     def _own(self, queue: float) -> Load:
         roster, plan = self._ctx.roster, self._ctx.plan
         fixed = roster.own.id == roster.genesis.coordinator
-        targets = frozenset(s for s in range(plan.stages) if self._mover.fits(s)) if not fixed else frozenset()
+        targets = frozenset(s for s in range(plan.stages) if self._machine.fits(s)) if not fixed else frozenset()
         speeds = {roster.own.stage: self._speed or math.nan}
-        prepares = [self._mover.prepares_s(s) for s in range(plan.stages)]
+        prepares = [self._machine.prepares_s(s) for s in range(plan.stages)]
         return Load(
             roster.own.stage,
             queue,

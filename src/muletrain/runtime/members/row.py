@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 from muletrain.config.schema import MAX_MICROBATCHES
 from muletrain.optim.sketch import SIZE as SKETCH
 from muletrain.runtime.core.branches import BRANCH
-from muletrain.runtime.core.messages import Digest, Id, Indices, Message, Natural
+from muletrain.runtime.core.messages import Call, Digest, Header, Id, Indices, Message, Natural
 
 SketchBytes = Annotated[bytes, Field(min_length=4 * SKETCH, max_length=4 * SKETCH)]
 
@@ -143,22 +143,8 @@ class Statements(Message):
     """Under delayed updates, statements of two histories may look alike for one step, but for this hash."""
 
 
-class Sync(Message):
-    """A call that asks for the peer's row of a step. ``known``: version of the statements that the caller has. ``stage``:
-    the caller's; seals are for replicas. ``brief``: no microbatches. ``record``: the caller wants the record of the
-    step, too, if the peer applied one."""
-
-    KIND: ClassVar[str] = "sync"
-    lineage: Digest
-    step: Natural
-    stage: Natural = 0
-    known: Natural = 0
-    brief: bool = False
-    record: bool = False
-
-
-class Row(Message):
-    """The answer: what a peer says of itself in the step that was asked about.
+class Row(Header):
+    """What a peer says of itself in the step that was asked about.
 
     Presence. ``current``: the peer is at the requested lineage and step, or computes them ahead. The peer is at
     ``step``, to which ``lineage`` led. ``rival``: the peer did the requested step in another lineage. ``round``: the
@@ -173,7 +159,6 @@ class Row(Message):
     ``said``: the peer's statements, as of ``version`` (0: there are none); left out if the caller has that version.
     """
 
-    KIND: ClassVar[str] = "row"
     current: bool
     step: Natural
     stage: Natural
@@ -205,3 +190,17 @@ class Row(Message):
         not know its loss."""
         known = [loss for i, loss in zip(self.accumulated, self.accumulated_losses, strict=False) if i == index]
         return known[0] if known and not math.isnan(known[0]) else None
+
+
+class Sync(Call[Row]):
+    """Asks for the peer's row of a step. ``known``: version of the statements that the caller has. ``stage``:
+    the caller's; seals are for replicas. ``brief``: no microbatches. ``record``: the caller wants the record of the
+    step, too, if the peer applied one."""
+
+    KIND: ClassVar[str] = "sync"
+    lineage: Digest
+    step: Natural
+    stage: Natural = 0
+    known: Natural = 0
+    brief: bool = False
+    record: bool = False

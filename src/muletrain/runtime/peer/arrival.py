@@ -12,7 +12,7 @@ from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.times import pause_s
-from muletrain.runtime.peer.messages import Away, Back
+from muletrain.runtime.peer.messages import Presence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,7 +152,7 @@ class Arrival:
 
     async def _let_go(self) -> None:
         """Cancel this step's trainers and requests, and tell all peers."""
-        self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), Away()), "away")
+        self._say(away=True)
         self._microbatches.end(self._position.step + 1)
         await self._runner.let_go()
         self._microbatches.server.abandon()
@@ -181,8 +181,11 @@ class Arrival:
 
     def say_back(self) -> None:
         """Tell all peers to count on this peer again."""
-        back = Back(lineage=self._position.lineage, step=self._position.step)
-        self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), back), "back")
+        self._say(away=False)
+
+    def _say(self, *, away: bool) -> None:
+        presence = Presence(lineage=self._position.lineage, step=self._position.step, away=away)
+        self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), presence), "presence")
 
 
 def _later(own: Chain) -> Callable[[Snapshot], bool]:

@@ -40,7 +40,7 @@ class Ending:
 
     async def finish(self) -> bool:
         """Wait for the last checkpoint. Returns False if the checkpoint could not be written. Ends after
-        ``checkpoint/checkpointing.over``, or ``peer/ending._weigh`` of another peer's word."""
+        ``checkpoint/checkpointing.ended``, or ``peer/ending._weigh`` of another peer's word."""
         ctx, key = self._ctx, Key(self._position.step, self._position.applied)
         if ctx.roster.coordinator() is None and not self._finished.done():  # others may have told us before
             self._finished.set_result(True)
@@ -73,7 +73,7 @@ class Ending:
 
     async def _offer_last(self, key: Key) -> None:
         """Offer our stage's part again: the writer may have died, or its message was lost. Ends after
-        ``checkpoint/checkpointing.over``."""
+        ``checkpoint/checkpointing.ended``."""
         while not self._finished.done():
             await self._ctx.clock.sleep(PAUSE_MAX_S)
             parts = self._checkpointing
@@ -103,7 +103,7 @@ class Ending:
         """Once we have applied the last step, believe the coordinator, or another peer if the coordinator is gone. If
         we coordinate now, believe ``sender`` only when no other peer is left: an earlier coordinator may have ended the
         run. Ends after ``step/runner.run`` of the last step, and the first coordinator's
-        ``checkpoint/checkpointing.over`` or end."""
+        ``checkpoint/checkpointing.ended`` or end."""
         roster, me = self._ctx.roster, self._ctx.net.peer_id
         first = roster.coordinator()
         for tries in itertools.count():

@@ -16,7 +16,7 @@ from muletrain.runtime.core.times import pause_s
 from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.row import Row, Statements, Sync
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
-from muletrain.runtime.peer.messages import Away, Back, Report
+from muletrain.runtime.peer.messages import Presence, Report
 
 if TYPE_CHECKING:
     from muletrain.network.base import Channel, PeerId
@@ -119,25 +119,10 @@ def _bytes(frame: Frame) -> int:
 
 BREAK_TRIES = 7
 """Most probes of a peer after a broken stream."""
-STEP_KINDS: dict[str, type[Message]] = {
-    m.KIND: m
-    for m in (
-        Forward,
-        Backward,
-        Done,
-        Busy,
-        Room,
-        Lost,
-        TrainerDone,
-        Gap,
-        Statements,
-        Shard,
-        Reduced,
-        Back,
-        Suspected,
-    )
-}
-OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report, Away)}
+OF_MICROBATCHES = (Forward, Backward, Done, Busy, Room, Lost, TrainerDone, Gap)
+AGREEING = (Statements, Shard, Reduced)
+OF_PEERS = (Presence, Suspected, PartReady, CheckpointEnd, Report)
+KINDS: dict[str, type[Message]] = {m.KIND: m for m in (*OF_MICROBATCHES, *AGREEING, *OF_PEERS)}
 
 
 class Incoming:
@@ -169,10 +154,10 @@ class Incoming:
             Shard: runner.expects_chunk,
             Reduced: runner.expects_chunk,
         }
-        bounds = Expected(membership, STEP_KINDS | OTHER_KINDS, ctx.plan.microbatches, checks)
+        bounds = Expected(membership, KINDS, ctx.plan.microbatches, checks)
         ctx.net.receive(self._on_frame, bounds=bounds)
         ctx.net.on_lost(self._on_lost)
-        ctx.net.serve(Sync.KIND, self._answer)
+        Sync.serve(ctx.net, self._answer)
         ctx.net.serve(Suspected.KIND, self._hears)
 
     async def redeliver(self) -> None:
@@ -191,14 +176,21 @@ class Incoming:
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         """Pass on a frame of a member, whose header was checked (``Expected``)."""
         await self._membership.acquaint(sender)
-        if frame.kind in OTHER_KINDS:
-            await self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame))
-        else:
-            await self._on_step_frame(sender, STEP_KINDS[frame.kind].parse(frame), frame)
+        match message := KINDS[frame.kind].parse(frame):
+            case Report():
+                self._reporting.told(sender, message)
+            case PartReady():
+                self._checkpointing.on_ready(sender, message)
+            case CheckpointEnd():
+                await self._checkpointing.on_end(sender, message)
+            case Presence(away=True):  # at any step, in any lineage
+                self._ctx.detector.stand_aside(sender)
+            case _:
+                await self._on_step_frame(sender, message, frame)
 
     async def _on_step_frame(self, sender: PeerId, message: Message, frame: Frame) -> None:
         at = self._position
-        step = message.step  # type: ignore[attr-defined]  # all STEP_KINDS have one
+        step = message.step  # type: ignore[attr-defined]  # these have one
         branch = branch_of(getattr(message, "lineage", at.lineage))
         if branch != branch_of(at.lineage):
             return self._rollback.met(sender, branch)
@@ -211,7 +203,7 @@ class Incoming:
         of_use = not isinstance(message, Lost | Room)  # a sender of Lost or Room may have gone away
         if of_use and self._ctx.detector.mark_back(sender):
             self._microbatches.welcome(sender)
-        agreeing = isinstance(message, Statements | Shard | Reduced)
+        agreeing = isinstance(message, AGREEING)
         loads = at.life.state is State.ROLLED_BACK
         if loads or work is None or (agreeing and step > at.step):
             ahead = int(self._ctx.plan.delayed)
@@ -253,25 +245,12 @@ class Incoming:
                 self._runner.exchange.on_statements(sender, message)
             case Shard() | Reduced():
                 self._runner.state.averager.on_chunk(sender, message, frame.tensors[0])
-            case Back():
+            case Presence():
                 self._microbatches.welcome(sender)
             case Suspected():
                 self._ctx.detector.look_after(message.peer, message.lineage, message.step)
             case _:
                 raise ProtocolError(f"{frame.kind}: not for this peer")
-
-    async def _on_other(self, sender: PeerId, message: Message) -> None:
-        match message:
-            case Report():
-                self._reporting.told(sender, message)
-            case Away():
-                self._ctx.detector.stand_aside(sender)
-            case PartReady():
-                self._checkpointing.on_ready(sender, message)
-            case CheckpointEnd():
-                await self._checkpointing.on_end(sender, message)
-            case _:
-                raise ProtocolError(f"{message.KIND}: not for this peer")
 
     def _on_lost(self, peer: PeerId, channel: Channel) -> None:
         """A stream with ``peer`` ended: find out now whether the peer is gone, not after a missed deadline."""
@@ -305,9 +284,9 @@ class Incoming:
         counts = replica and roster.is_alive(suspected.peer) and branch_of(suspected.lineage) == branch_of(at.lineage)
         return b"alive" if counts else b""
 
-    async def _answer(self, sender: PeerId, payload: bytes) -> bytes:
+    async def _answer(self, sender: PeerId, ask: Sync) -> Row:
         """Answer with our row. Raises MuletrainError while no peer should count on us."""
-        ask, at = Sync.unpack(payload), self._position
+        at = self._position
         if not self._ctx.meter.works.is_set():
             raise MuletrainError("an operation of its device does not return")
         self._rollback.met(sender, branch_of(ask.lineage))
@@ -317,4 +296,4 @@ class Incoming:
         if at.life.state is State.LEAVING:
             row = Row(current=False, step=at.step, stage=self._ctx.roster.own.stage, branch=branch)
         said = self._runner.exchange.statements(sender, ask)
-        return row.model_copy(update={"rival": rival, "late": bool(self._ctx.meter.late), **said}).pack()
+        return row.model_copy(update={"rival": rival, "late": bool(self._ctx.meter.late), **said})

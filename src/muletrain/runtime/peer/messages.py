@@ -18,18 +18,14 @@ SHOWN_DOWN = 8
 """Number of unreachable peers that 'muletrain status' shows; in a long run many peers go."""
 
 
-class Away(Message):
-    """The sender takes a state, and serves no peer until its ``Back``."""
+class Presence(Message):
+    """The sender had fallen behind, and is at this step again: count on the sender. ``away``: the sender takes a state
+    instead, and serves no peer until its next ``Presence``."""
 
-    KIND: ClassVar[str] = "away"
-
-
-class Back(Message):
-    """The sender had fallen behind, and is at this step again: count on the sender."""
-
-    KIND: ClassVar[str] = "back"
+    KIND: ClassVar[str] = "presence"
     lineage: Digest
     step: Natural
+    away: bool = False
 
 
 class Report(Message):

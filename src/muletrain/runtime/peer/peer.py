@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import NetworkError
 from muletrain.events import DirectoryFailed, GradientTaken, LeaveCancelled, MoveRefused, PeerExpelled, PeerLeft
@@ -23,9 +23,9 @@ from muletrain.runtime.microbatch.position import Behind, Position
 from muletrain.runtime.peer.arrival import Arrival
 from muletrain.runtime.peer.ending import Ending
 from muletrain.runtime.peer.incoming import EarlyFrames, Incoming
-from muletrain.runtime.peer.messages import ANNOUNCE_S, HOLDS_S, Back, StopRun
+from muletrain.runtime.peer.messages import ANNOUNCE_S, HOLDS_S, StopRun
 from muletrain.runtime.peer.peer_host import PeerHost
-from muletrain.runtime.peer.reporting import HotSpares, Reporting
+from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery.forks import Forks
 from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step.audit import computes_falsely
@@ -44,15 +44,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.recovery.messages import StepBack
     from muletrain.runtime.step.record import StepRecord
     from muletrain.runtime.transfer.tokens import Sharing
-
-
-class Memory(NamedTuple):
-    """A peer's memory for other peers: offered copies of states and of checkpoint parts, states of own parts, bytes of
-    earlier gradients."""
-
-    copies: int
-    parts: int
-    past: int
 
 
 class Peer:
@@ -91,7 +82,7 @@ class Peer:
         self.position = at = Position(ctx, *begin, self._life)
         # members
         self._membership = membership = Membership(ctx)
-        self.rebalancer, self._hot_spares = Rebalancer(ctx, self), HotSpares(ctx)
+        self.rebalancer = Rebalancer(ctx, host, self)
         # microbatch and transfer
         self._microbatches = microbatches = Microbatches(ctx, at, source if ctx.roster.own.trainer else None, heldout)
         self._log, receiver, self._tokens = GradientLog(ctx, log_bytes), Receiver(ctx), ctx.downloader()
@@ -230,7 +221,6 @@ class Peer:
         self._microbatches.end(step)
         self.rebalancer.count(ctx.meter.stats)
         self.reporting.applied(record, self.position.work, self.runner.not_finite)
-        self._hot_spares.look(speaks=self.reporting.speaks())
         if self._host.applied(record):
             self.stop()
         stuck = record.skip and 0 < plan.max_skipped <= ctx.compute.skipped  # all peers count the same
@@ -276,7 +266,7 @@ class Peer:
         if not await self.departure.taken_over(at.lineage, at.step):
             self._life.to(State.TRAINING)
             ctx.emit(LeaveCancelled(stage=ctx.roster.own.stage))
-            await ctx.tell(ctx.roster.everyone(), Back(lineage=at.lineage, step=at.step))
+            self._arrival.say_back()
         elif self.destination is None:
             await self._checkpointing.replicas.tidy(over=False)
 
@@ -313,25 +303,14 @@ class Peer:
         self.stop()
         return b""
 
-    def fits(self, stage: int) -> bool:
-        """See ``members.rebalancing.Mover``."""
-        return self._host.fits(stage)
-
-    def prepares_s(self, stage: int) -> float:
-        """See ``members.rebalancing.Mover``."""
-        return self._host.prepares_s(stage)
-
-    async def prepare(self, stage: int) -> None:
-        """See ``members.rebalancing.Mover``."""
-        await self._host.prepare(stage)
-
     def load(self) -> int:
         """Returns the number of held requests, waiting or in work; at most ``Plan.capacity``."""
         return self._microbatches.server.load()
 
-    def memory(self) -> Memory:
-        """Returns the memory used for other peers."""
-        return Memory(self._snapshots.copies, self._checkpointing.copies, self._log.nbytes)
+    def kept(self) -> tuple[int, int, int]:
+        """Returns what is kept for other peers: copies of our state to serve, and for checkpoints, and bytes of earlier
+        gradients."""
+        return self._snapshots.copies, self._checkpointing.copies, self._log.nbytes
 
     def stop(self) -> None:
         """Ask for an orderly end after the current step."""
@@ -346,7 +325,7 @@ class Peer:
         """Ask to serve ``stage`` instead; None: stay after all."""
         if self._leaves:
             return
-        if stage is not None and not self.fits(stage):  # announcements may be wrong
+        if stage is not None and not self._host.fits(stage):  # announcements may be wrong
             self._ctx.emit(MoveRefused(stage=stage))
             stage = None
         self.departure.wanted = stage not in (None, self._ctx.roster.own.stage)

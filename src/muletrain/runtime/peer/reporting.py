@@ -70,6 +70,7 @@ class Reporting:
         """Begin of the wait that was told last, and how long the wait takes until it is told again [s]."""
         self._reports: Counter[PeerId] = Counter()
         """Reports received from peers of other machines, which go onto our disk."""
+        self._stand_ins: Mapping[StandIn, tuple[str, ...]] = {}
 
     def speaks(self) -> bool:
         """Does this peer report the events that all peers see alike?"""
@@ -121,6 +122,7 @@ class Reporting:
             if record.skip:
                 ctx.emit(StepSkipped(step=record.step + 1))
         ctx.meter.begin(now)
+        self._look_for_stand_ins()
 
     def tell(self, event: StepApplied | PeerJoined | PoolWorked | SampleReplaced | SwapWorked) -> None:
         """Write ``event`` to our log, and send ``event`` to a coordinator on another machine."""
@@ -210,26 +212,15 @@ class Reporting:
             status |= {"heldout_loss": measured.loss, "heldout_step": measured.step}
         return status
 
-
-class HotSpares:
-    """Reports the stand-ins for planned peers that are gone."""
-
-    def __init__(self, ctx: Context) -> None:
-        self._ctx = ctx
-        self._known: Mapping[StandIn, tuple[str, ...]] = {}
-
-    def look(self, *, speaks: bool) -> None:
-        """Compare with the last look. ``speaks``: this peer reports for all peers."""
+    def _look_for_stand_ins(self) -> None:
+        """Report the stand-ins for planned peers that are gone, or not any more, since the last look."""
         plan, roster = self._ctx.plan, self._ctx.roster
-        now = plan.strategy.stand_ins([roster.seated(s).keys() for s in range(plan.stages)])
-        before, self._known = self._known, now
-        for missing in sorted(before.keys() | now.keys()):
-            if speaks and before.get(missing) != now.get(missing):
-                self._say(missing, now.get(missing))
-
-    def _say(self, missing: StandIn, spares: tuple[str, ...] | None) -> None:
-        stage, pipeline, name = missing
-        if spares is None:
-            self._ctx.emit(SeatFilled(pipeline=pipeline, stage=stage, seat=name))
-        else:
-            self._ctx.emit(SeatEmpty(pipeline=pipeline, stage=stage, seat=name, spares=" and ".join(spares)))
+        before, now = self._stand_ins, plan.strategy.stand_ins([roster.seated(s).keys() for s in range(plan.stages)])
+        self._stand_ins = now
+        for seat in sorted(before.keys() | now.keys()) if self.speaks() else ():
+            stage, pipeline, name = seat
+            if seat not in now:
+                self._ctx.emit(SeatFilled(pipeline=pipeline, stage=stage, seat=name))
+            elif before.get(seat) != now[seat]:
+                spares = " and ".join(now[seat])
+                self._ctx.emit(SeatEmpty(pipeline=pipeline, stage=stage, seat=name, spares=spares))

@@ -158,7 +158,7 @@ class Client:
         self._sessions += 1
         session = random.Random(f"{self._net.peer_id}/{self._clock.now()}/{self._sessions}").randrange(1, 1 << 47)
         ask = self._asks.model_copy(update={"session": session, "servers": checksum(self._servers.known)})
-        state = Answer.unpack(await self._servers.call(server, ask))
+        state = await self._servers.call(server, ask)
         self._home, self._session = server, session
         self._heard = self._handed = self.version = self._sits_out = 0
         self._worked = False
@@ -306,7 +306,7 @@ class Client:
 
     async def _answer(self, home: PeerId) -> Answer | NetworkError:
         try:
-            return Answer.unpack(await self._servers.call(home, self._state()))
+            return await self._servers.call(home, self._state())
         except NetworkError as e:
             return e
 

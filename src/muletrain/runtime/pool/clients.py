@@ -138,17 +138,16 @@ class Clients:
         """Digests of the weights that each step in flight computes with."""
         self._version = 0
         self._weights = WeightsUpload(desk.inner, desk.plan.chunk, net, tasks)
-        net.serve(Next.KIND, self._on_next)
+        Next.serve(net, self._on_next)
         net.receive(self._on_frame, tuple(FROM_CLIENT), self)
         net.on_lost(self._on_lost, "clients")
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
-    async def _on_next(self, sender: PeerId, payload: bytes) -> bytes:
+    async def _on_next(self, sender: PeerId, ask: Next) -> Answer:
         """Answer at once if the client's state should be another one, or as soon as it should."""
-        ask = Next.unpack(payload)
         if ask.session == 0:
-            return self._answer(sender, ask, 0).pack()
+            return self._answer(sender, ask, 0)
         client = self._member(sender, ask)
         if ask.leaves:
             self._desk.lose(sender, "it left")
@@ -172,7 +171,7 @@ class Clients:
             if self._clients.get(sender) is not client:
                 raise AdmissionError(UNKNOWN)
         client.served += 1
-        return answer.pack()
+        return answer
 
     def _member(self, sender: PeerId, ask: Next) -> _Client:
         """Returns the client that calls; another session begins anew. Raises AdmissionError."""

@@ -1,7 +1,7 @@
 """Messages between clients and the servers of their stage.
 
 Clients pull. Each client calls one server again and again (``hub.next``): the call lists what the client has, and is its
-sign of life. The answer (``hub.answer``) lists what should be otherwise: other weights, results that count, parts that
+sign of life. The answer lists what should be otherwise: other weights, results that count, parts that
 are not wanted any more, accumulators to hand over. Both are states, not events: a lost call or answer costs nothing but
 another call, and the answer about one part is always the same.
 
@@ -19,7 +19,7 @@ from pydantic import FailFast, Field
 from muletrain.network.base import Channel
 from muletrain.optim.sketch import SIZE as SKETCH
 from muletrain.policy.passes import Part, Pass
-from muletrain.runtime.core.messages import Digest, Id, Message, Name, Natural, Text
+from muletrain.runtime.core.messages import Call, Digest, Header, Id, Message, Name, Natural, Text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,8 +48,40 @@ def checksum(servers: Iterable[str]) -> int:
     return zlib.crc32("\n".join(servers).encode())
 
 
-class Next(Message):
-    """A call that asks a server for the next parts. ``session``: drawn by the client each time that it begins at a
+class Wanted(Header):
+    """A server wants the accumulator of ``step``, with the gradients of ``givings``, which count. ``transfer``: number
+    of the hand-over."""
+
+    generation: Natural
+    step: Natural
+    transfer: Natural
+    givings: Numbers
+
+
+class Answer(Header):
+    """The answer to ``Next``. ``number``: of the answer in the session. ``weights``: digest of the newest weights, the
+    ``version``-th of this server, from 1; ``steps``: that compute with them, under delayed updates; ``servers``: all of
+    the stage, unless the client knows; ``clients``: number here; ``speed``: of the clients together [forward passes of a
+    sequence per second]; ``own``: of the server's device; ``helpers``: number of idle clients that could help the server
+    to end the step. Of what the client has: ``counts``: results that count; ``gone``: parts, results and forwards that
+    are of no use. ``wanted``: the accumulator to hand over, if any."""
+
+    number: Natural = 0
+    weights: Digest
+    version: Natural
+    steps: Steps = ()
+    servers: Annotated[tuple[Id, ...], Field(max_length=MAX_SERVERS), FailFast()] = ()
+    clients: Natural
+    speed: Speed
+    own: Speed
+    helpers: Natural = 0
+    counts: Few = ()
+    gone: Few = ()
+    wanted: Annotated[tuple[Wanted, ...], Field(max_length=1)] = ()
+
+
+class Next(Call[Answer]):
+    """Asks a server for the next parts. ``session``: drawn by the client each time that it begins at a
     server; 0: the client only asks for the server's state. ``heard``: number of the last answer that came;
     ``servers``: ``checksum`` of the known servers; ``weights``: digest of the weights that the client computes with,
     for the steps that the server named; ``version``: the newest version that it knows. ``parts``: numbers of the givings
@@ -70,39 +102,6 @@ class Next(Message):
     forwards: Few = ()
     handed: Natural = 0
     leaves: bool = False
-
-
-class Wanted(Message):
-    """A server wants the accumulator of ``step``, with the gradients of ``givings``, which count. ``transfer``: number
-    of the hand-over."""
-
-    generation: Natural
-    step: Natural
-    transfer: Natural
-    givings: Numbers
-
-
-class Answer(Message):
-    """The answer to ``Next``. ``number``: of the answer in the session. ``weights``: digest of the newest weights, the
-    ``version``-th of this server, from 1; ``steps``: that compute with them, under delayed updates; ``servers``: all of
-    the stage, unless the client knows; ``clients``: number here; ``speed``: of the clients together [forward passes of a
-    sequence per second]; ``own``: of the server's device; ``helpers``: number of idle clients that could help the server
-    to end the step. Of what the client has: ``counts``: results that count; ``gone``: parts, results and forwards that
-    are of no use. ``wanted``: the accumulator to hand over, if any."""
-
-    KIND: ClassVar[str] = "hub.answer"
-    number: Natural = 0
-    weights: Digest
-    version: Natural
-    steps: Steps = ()
-    servers: Annotated[tuple[Id, ...], Field(max_length=MAX_SERVERS), FailFast()] = ()
-    clients: Natural
-    speed: Speed
-    own: Speed
-    helpers: Natural = 0
-    counts: Few = ()
-    gone: Few = ()
-    wanted: Annotated[tuple[Wanted, ...], Field(max_length=1)] = ()
 
 
 class Ended(Message):

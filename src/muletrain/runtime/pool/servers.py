@@ -67,7 +67,7 @@ async def helpers_of(net: Network, servers: Sequence[PeerId]) -> Helpers:
 
     async def ask(server: PeerId) -> Answer | None:
         try:
-            return Answer.unpack(await net.call(server, STATE.KIND, STATE.pack(), timeout_s=CALL_S))
+            return await STATE.ask(net, server, timeout_s=CALL_S)
         except MuletrainError:
             return None
 
@@ -176,14 +176,14 @@ class StageServers:
     async def _state_of(self, server: PeerId) -> Answer | None:
         """Returns the state of ``server``; None: no answer."""
         try:
-            return Answer.unpack(await self.call(server, self._asks))
+            return await self.call(server, self._asks)
         except NetworkError:
             return None
 
-    async def call(self, server: PeerId, ask: Next) -> bytes:
+    async def call(self, server: PeerId, ask: Next) -> Answer:
         """Returns the answer of ``server``, within a measured deadline. Raises NetworkError."""
         begin = self._clock.now()
-        answer = await self._net.call(server, ask.KIND, ask.pack(), timeout_s=self._answers.seconds())
+        answer = await ask.ask(self._net, server, timeout_s=self._answers.seconds())
         self._answers.measured(self._clock.now() - begin)
         return answer
 

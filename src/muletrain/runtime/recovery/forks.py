@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import ForkKept, LineageLeft
 from muletrain.policy.fork_choice import forked_at, gives_way
-from muletrain.policy.recent import Recent
+from muletrain.policy.recent import Recent, Seldom
 from muletrain.runtime.core.times import AGAIN_S, GONE_S, LOOK_S
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
@@ -51,12 +51,11 @@ class Forks:
     def __init__(self, ctx: Context, position: Position, receiver: Receiver) -> None:
         self._ctx, self._position, self._receiver = ctx, position, receiver
         self._asked: Recent[tuple[int, float]] = Recent()
-        self._judged: Recent[float] = Recent()
-        """Time of each peer's last judged history."""
+        self._judges = Seldom(2 * LOOK_S)
         self._promised = float("-inf")
         self._going = False
         ctx.net.serve(History.KIND, self._on_history)
-        ctx.net.serve(AskStay.KIND, self._on_ask)
+        AskStay.serve(ctx.net, self._on_ask)
 
     def heard(self, peer: PeerId, step: int, lineage: bytes) -> bool:
         """``peer`` says that ``step`` has ``lineage``. Returns True if that is not our history: then both sides
@@ -84,9 +83,8 @@ class Forks:
             await self._judge(peer, answer.chain)
 
     async def _on_history(self, sender: PeerId, payload: bytes) -> bytes:
-        chain, now = History.unpack(payload).chain, self._ctx.clock.now()
-        if now - self._judged.get(sender, float("-inf")) >= 2 * LOOK_S:  # each time all peers are asked
-            self._judged[sender] = now
+        chain = History.unpack(payload).chain
+        if self._judges.due(sender, self._ctx.clock.now()):  # each time all peers are asked
             self._ctx.spawn(self._judge(sender, chain), "rival")
         return History.of(self._position.chain).pack()
 
@@ -160,11 +158,11 @@ class Forks:
         """Returns the peers that stay in ``chain``, as of ``step``. Promises bind, so promises are requested last."""
         ctx, lineage = self._ctx, chain.at(step)
         assert lineage is not None  # checked by the callers
-        ask = AskStay(step=step, lineage=lineage, promise=promise).pack()
+        ask = AskStay(step=step, lineage=lineage, promise=promise)
 
         async def stays(peer: PeerId) -> Stay | None:
             try:
-                answer = Stay.unpack(await ctx.net.call(peer, AskStay.KIND, ask, timeout_s=ASK * AGAIN_S))
+                answer = await ask.ask(ctx.net, peer, timeout_s=ASK * AGAIN_S)
             except ProtocolError as e:
                 ctx.refused(peer, str(e))
             except NetworkError:
@@ -177,14 +175,14 @@ class Forks:
         answers = zip(peers, await asyncio.gather(*map(stays, peers)), strict=True)
         return {peer: answer for peer, answer in answers if answer is not None}
 
-    async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        ask, own, position = AskStay.unpack(payload), self._ctx.roster.own, self._position
+    async def _on_ask(self, sender: PeerId, ask: AskStay) -> Stay:
+        own, position = self._ctx.roster.own, self._position
         stays = (
             not (self._going or position.away or self._ctx.tasks.closed) and position.chain.at(ask.step) == ask.lineage
         )
         if stays and ask.promise:
             self._promised = self._ctx.clock.now() + STAY * AGAIN_S
-        return Stay(stays=stays, stage=own.stage, trainer=own.trainer).pack()
+        return Stay(stays=stays, stage=own.stage, trainer=own.trainer)
 
     async def go_over(self) -> Snapshot | None:
         """Load the state of a replica of the winning lineage. Returns None, with our own state unchanged, if the state

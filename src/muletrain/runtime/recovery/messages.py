@@ -4,41 +4,36 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-import msgpack
 from pydantic import FailFast, Field
 
 from muletrain.errors import ProtocolError
 from muletrain.policy.assignment import Load
 from muletrain.policy.fork_choice import MEMORY, Chain
 from muletrain.runtime.checkpoint.store import Key
-from muletrain.runtime.core.branches import BRANCH, branched, count_of
+from muletrain.runtime.core.branches import BRANCH, COUNT, branched
 from muletrain.runtime.core.lifecycle import Lifecycle, State
-from muletrain.runtime.core.messages import Digest, Id, Message, Natural
+from muletrain.runtime.core.messages import Call, Digest, Header, Id, Message, Natural
 
 MAX_PARTS = 1 << 12
 """Most parts of checkpoints that a peer names."""
 
 
 class StepBack(Message):
-    """Call: go on from the checkpoint ``base`` of ``step`` steps, with ``moves`` of peers to stages. ``parts``: digests
-    of the checkpoint's parts; none: from the beginning. ``lineage``: of the next step, a hash of all this."""
+    """Call: go on from the checkpoint ``base`` of ``step`` steps, with ``moves`` of peers to stages, as rollback number
+    ``count`` of the run. ``parts``: digests of the checkpoint's parts; none: from the beginning."""
 
     KIND: ClassVar[str] = "step_back"
-    lineage: Digest
+    count: Annotated[int, Field(ge=1, lt=256**COUNT)]
     step: Natural
     base: Digest
     parts: Annotated[tuple[Digest, ...], Field(max_length=4096)]
     moves: Annotated[tuple[tuple[Id, Natural], ...], Field(max_length=4096)]
     lost: Annotated[tuple[Natural, ...], Field(max_length=4096)]
 
-    @classmethod
-    def of(
-        cls, count: int, base: Key, parts: tuple[bytes, ...], moves: dict[str, int], lost: tuple[int, ...]
-    ) -> StepBack:
-        listed = tuple(sorted(moves.items()))
-        content = msgpack.packb(["step back", count, base.step, base.lineage, list(parts), list(listed), list(lost)])
-        lineage = branched(count, content)
-        return cls(lineage=lineage, step=base.step, base=base.lineage, parts=parts, moves=listed, lost=lost)
+    @property
+    def lineage(self) -> bytes:
+        """The lineage of the next step, a hash of all this: the first of a new branch."""
+        return branched(self.count, self.pack())
 
     @property
     def key(self) -> Key:
@@ -46,32 +41,16 @@ class StepBack(Message):
 
     def check(self, stages: int, steps: int) -> None:
         """Raises ProtocolError for an order that no correct peer gives."""
-        moves = dict(self.moves)
-        made = StepBack.of(count_of(self.lineage), self.key, self.parts, moves, self.lost)
-        if made != self or len(self.parts) not in (0, stages) or self.step > steps:
-            raise ProtocolError("a rollback whose lineage does not match its content")
-        if not {*moves.values(), *self.lost} <= set(range(stages)):
-            raise ProtocolError("a rollback with stages that the run does not have")
+        named = {*dict(self.moves).values(), *self.lost}
+        if not named <= set(range(stages)) or len(self.parts) not in (0, stages) or self.step > steps:
+            raise ProtocolError("a rollback to stages or steps that the run does not have")
 
 
-class AskStepBack(Message):
-    """Call: how did your branch begin? The answer is a StepBack, or empty."""
+class StandsAt(Header):
+    """A peer's place in the run's history. ``targets``: other stages that the peer has room for; ``reaches``: stages of
+    which the peer reaches a member. ``parts``: step, lineage, stage and digest of the parts of checkpoints that the peer
+    can read. ``began``: the rollback that began the peer's branch, if known."""
 
-    KIND: ClassVar[str] = "ask_step_back"
-
-
-class AskStanding(Message):
-    """Call: where do you stand?"""
-
-    KIND: ClassVar[str] = "ask_standing"
-
-
-class StandsAt(Message):
-    """The answer: a peer's place in the run's history. ``targets``: other stages that the peer has room for;
-    ``reaches``: stages of which the peer reaches a member. ``parts``: step, lineage, stage and digest of the parts of
-    checkpoints that the peer can read."""
-
-    KIND: ClassVar[str] = "stands_at"
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)]
     step: Natural
     stage: Natural
@@ -79,6 +58,7 @@ class StandsAt(Message):
     targets: Annotated[tuple[Natural, ...], Field(max_length=4096)]
     reaches: Annotated[tuple[Natural, ...], Field(max_length=4096)] = ()
     parts: Annotated[tuple[tuple[Natural, Digest, Natural, Digest], ...], Field(max_length=MAX_PARTS)]
+    began: StepBack | None = None
 
     @property
     def has_state(self) -> bool:
@@ -90,6 +70,12 @@ class StandsAt(Message):
     def readable(self) -> dict[tuple[tuple[int, bytes], int], bytes]:
         """Returns the digest of each part, by checkpoint and stage."""
         return {((step, lineage), stage): digest for step, lineage, stage, digest in self.parts}
+
+
+class AskStanding(Call[StandsAt]):
+    """Where do you stand?"""
+
+    KIND: ClassVar[str] = "ask_standing"
 
 
 class History(Message):
@@ -110,19 +96,18 @@ class History(Message):
         return Chain(self.step, self.lineages, self.over)
 
 
-class AskStay(Message):
-    """Call: does your history have ``lineage`` at ``step``, and, with ``promise``, will you stay there for now?"""
+class Stay(Header):
+    """Does the peer stay, and train? ``stage``: the peer's."""
+
+    stays: bool
+    stage: Natural
+    trainer: bool
+
+
+class AskStay(Call[Stay]):
+    """Does your history have ``lineage`` at ``step``, and, with ``promise``, will you stay there for now?"""
 
     KIND: ClassVar[str] = "ask_stay"
     lineage: Digest
     step: Natural
     promise: bool
-
-
-class Stay(Message):
-    """The answer: whether the peer stays and trains, and the peer's stage."""
-
-    KIND: ClassVar[str] = "stay"
-    stays: bool
-    stage: Natural
-    trainer: bool

@@ -13,47 +13,32 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, Protocol
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from muletrain.errors import NetworkError, ProtocolError
 from muletrain.events import LastTrainer, NoTrainer, StageEmpty
 from muletrain.policy.assignment import View
 from muletrain.policy.checkpoints import newest_complete
-from muletrain.policy.recent import Recent
+from muletrain.policy.recent import Seldom
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of, count_of
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.times import AGAIN_S, LOOK_S, PATIENCE_S
-from muletrain.runtime.recovery.messages import MAX_PARTS, AskStanding, AskStepBack, StandsAt, StepBack
+from muletrain.runtime.recovery.messages import MAX_PARTS, AskStanding, StandsAt, StepBack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.checkpoint.checkpointing import PartReplicas
+    from muletrain.runtime.checkpoint.checkpointing import PartReplicas, PartWriter
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.machine import Machine
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.recovery.forks import Forks
 
 JOIN_S = 900.0
 """Seconds for which a run waits for a machine to join a stage that no peer can adopt."""
-
-
-class Machine(Protocol):
-    """The machine of this peer."""
-
-    def fits(self, stage: int) -> bool:
-        """Does the machine's memory have room for ``stage``?"""
-        ...
-
-
-class Writer(Protocol):
-    """Writes this peer's part of checkpoints (``checkpoint.checkpointing``)."""
-
-    async def write_what_there_is(self) -> None:
-        """Write the weights before this step, which may never be done; called again and again while there is no
-        trainer."""
-        ...
 
 
 class Rollback:
@@ -68,27 +53,21 @@ class Rollback:
         machine: Machine,
         back: StepBack | None,
         forks: Forks,
-        writer: Writer,
+        writer: PartWriter,
     ) -> None:
         """``back``: the rollback that began our branch, if this peer took part."""
         self._ctx, self._replicas, self._position, self._machine, self._back = ctx, replicas, position, machine, back
         self._forks, self._writer = forks, writer
         self.ordered: asyncio.Future[StepBack | None] = asyncio.get_running_loop().create_future()
         self._learning = False
-        self._told: Recent[float] = Recent()
-        self._heard: Recent[float] = Recent()
-        self._ordered_by: Recent[float] = Recent()
-        """When each peer last gave us an order."""
+        self._tells, self._hears = Seldom(AGAIN_S), Seldom(AGAIN_S)
+        self._takes_orders = Seldom(2 * LOOK_S)
         self._said: tuple[int, ...] = ()
         self._nobody_trains = False
         """Has this been reported?"""
-        self._lacking: tuple[int, ...] = ()
-        self._looked: tuple[int, State] | None = None
-        """Roster version and own state for ``_lacking``."""
         ctx.detector.add_branches(self)
         ctx.net.serve(StepBack.KIND, self._on_order)
-        ctx.net.serve(AskStepBack.KIND, self._on_ask)
-        ctx.net.serve(AskStanding.KIND, self._on_standing)
+        AskStanding.serve(ctx.net, self._on_standing)
 
     def _where(self) -> Key:
         return Key(self._position.step, self._position.applied)
@@ -107,28 +86,17 @@ class Rollback:
                 if since and self._leads():
                     await self._adopt({s: now - since_s for s, since_s in since.items()})
             if trainers == 1 < before and self._leads():
-                name = ctx.roster.name(ctx.roster.trainers()[0])
-                ctx.emit(LastTrainer(name=name))
+                ctx.emit(LastTrainer(name=ctx.roster.name(ctx.roster.trainers()[0])))
             if now - since_trainer >= ctx.plan.adopt_after_s and self._position.life.has_state:
-                self._say_that_nobody_trains()
+                if not self._nobody_trains and self._leads():
+                    ctx.emit(NoTrainer(minutes=round(JOIN_S / 60)))
+                self._nobody_trains = True
                 await self._writer.write_what_there_is()
-
-    def _say_that_nobody_trains(self) -> None:
-        if not self._nobody_trains and self._leads():
-            self._ctx.emit(NoTrainer(minutes=round(JOIN_S / 60)))
-        self._nobody_trains = True
 
     def without_peers(self) -> tuple[int, ...]:
         """Returns the stages that no peer serves."""
-        looked = self._ctx.roster.version, self._position.life.state
-        if self._looked != looked:
-            self._looked = looked
-            self._lacking = tuple(s for s in range(self._ctx.plan.stages) if not self._served(s))
-        return self._lacking
-
-    def _served(self, stage: int) -> bool:
-        me = self._ctx.net.peer_id
-        return any(p != me or self._position.life.has_state for p in self._ctx.roster.stage(stage))
+        own = () if self._position.life.has_state else (self._ctx.net.peer_id,)
+        return tuple(s for s in range(self._ctx.plan.stages) if not {*self._ctx.roster.stage(s)} - {*own})
 
     def _leads(self) -> bool:
         me = self._ctx.net.peer_id
@@ -166,7 +134,9 @@ class Rollback:
         if missing or found is None:
             self._say_what_lacks(missing or lost, found is None)
             return
-        order = StepBack.of(count_of(at.lineage) + 1, Key(*found[0]), found[1], moves, lost)
+        (step, base), parts = found
+        count, listed = count_of(at.lineage) + 1, tuple(sorted(moves.items()))
+        order = StepBack(count=count, step=step, base=base, parts=parts, moves=listed, lost=lost)
         await asyncio.gather(*(self._tell(p, order) for p in peers))
         if not self.ordered.done():
             self.ordered.set_result(order)
@@ -194,34 +164,35 @@ class Rollback:
     async def _ask(self, peer: PeerId) -> StandsAt | None:
         timeout_s = self._ctx.detector.deadline.seconds(1)
         try:
-            answer = await self._ctx.net.call(peer, AskStanding.KIND, AskStanding().pack(), timeout_s=timeout_s)
-            return StandsAt.unpack(answer)
+            return await AskStanding().ask(self._ctx.net, peer, timeout_s=timeout_s)
+        except ProtocolError as e:
+            self._ctx.refused(peer, str(e))
         except NetworkError:
-            return None
+            pass  # others may answer
+        return None
 
     async def _stands_at(self) -> StandsAt:
         """Returns our place in the run's history: on the way to another branch, the place on that branch."""
         ctx, at, state, stage = self._ctx, self._where(), self._position.life.state, self._ctx.roster.own.stage
+        began = self._began_with()
         if self.ordered.done() and (back := self.ordered.result()) is not None:
-            at, state, stage = (
-                Key(back.step, back.lineage),
-                State.ROLLED_BACK,
-                dict(back.moves).get(ctx.net.peer_id, stage),
-            )
+            at, state, began = Key(back.step, back.lineage), State.ROLLED_BACK, back
+            stage = dict(back.moves).get(ctx.net.peer_id, stage)
         parts = [
             (*key, s, facts.digest)
             for key, parts in sorted((await self._replicas.readable_soon()).items(), reverse=True)
             for s, facts in parts.items()
         ]
-        targets = tuple(s for s in range(ctx.plan.stages) if s != stage and self._machine.fits(s))
+        every, unserved = range(ctx.plan.stages), self.without_peers()
         return StandsAt(
             branch=branch_of(at.lineage),
             step=at.step,
             stage=stage,
             state=state,
-            targets=targets,
-            reaches=tuple(s for s in range(ctx.plan.stages) if s not in self.without_peers()),
+            targets=tuple(s for s in every if s != stage and self._machine.fits(s)),
+            reaches=tuple(s for s in every if s not in unserved),
             parts=tuple(parts[:MAX_PARTS]),
+            began=began,
         )
 
     # Branches ---------------------------------------------------------------------------------------------------------
@@ -232,11 +203,9 @@ class Rollback:
         ctx, own = self._ctx, branch_of(self._where().lineage)
         if branch > own and not self._position.life.joining:
             self._consider(peer, None)
-        elif branch < own and (back := self._began_with()) is not None and not ctx.tasks.closed:
-            now = ctx.clock.now()
-            if now - self._told.get(peer, float("-inf")) >= AGAIN_S:
-                self._told[peer] = now
-                ctx.spawn(self._tell(peer, back), "tell of a step back")
+        back = None if branch >= own or ctx.tasks.closed else self._began_with()
+        if back is not None and self._tells.due(peer, ctx.clock.now()):
+            ctx.spawn(self._tell(peer, back), "tell of a step back")
 
     def _began_with(self) -> StepBack | None:
         """Returns the rollback that began our branch, if known."""
@@ -245,11 +214,10 @@ class Rollback:
 
     def _consider(self, peer: PeerId, order: StepBack | None) -> None:
         """``peer`` is on a later branch, which began with ``order``, if known."""
-        ctx, now = self._ctx, self._ctx.clock.now()
-        heard, pause_s = (self._heard, AGAIN_S) if order is None else (self._ordered_by, 2 * LOOK_S)
-        again = now - heard.get(peer, float("-inf")) < pause_s  # each time all peers are asked
-        if not (self._learning or self.ordered.done() or ctx.tasks.closed or again):
-            self._learning, heard[peer] = True, now
+        ctx, seldom = self._ctx, self._hears if order is None else self._takes_orders
+        busy = self._learning or self.ordered.done() or ctx.tasks.closed
+        if not busy and seldom.due(peer, ctx.clock.now()):  # each time all peers are asked
+            self._learning = True
             ctx.spawn(self._learn(peer, order), "learn of a step back")
 
     async def _learn(self, peer: PeerId, order: StepBack | None) -> None:
@@ -263,24 +231,17 @@ class Rollback:
                 self._obey(order)
                 return
             others = (peer, *(p for p in ctx.roster.others() if p != peer))
-            for known in others:
-                if self.ordered.done():
-                    return
+            said = zip(others, await asyncio.gather(*map(self._ask, others)), strict=True)
+            there = {p: s for p, s in said if s is not None}
+            for known, stands in there.items():
                 try:
-                    timeout_s = ctx.detector.deadline.seconds(1)
-                    answer = await ctx.net.call(known, AskStepBack.KIND, AskStepBack().pack(), timeout_s=timeout_s)
-                    if answer:
-                        self._obey(StepBack.unpack(answer))
+                    if stands.began is not None:
+                        self._obey(stands.began)
                 except ProtocolError as e:
                     ctx.refused(known, str(e))
-                except NetworkError:
-                    continue
-            said = await asyncio.gather(*map(self._ask, others))
             own, stage = branch_of(self._where().lineage), ctx.roster.own.stage
-            there = [
-                s for s in said if s is not None and s.branch > own and (s.has_state or s.state is State.ROLLED_BACK)
-            ]
-            if any(s.stage == stage for s in there) and not self.ordered.done():
+            serve = [s for s in there.values() if s.has_state or s.state is State.ROLLED_BACK]
+            if any(s.branch > own and s.stage == stage for s in serve) and not self.ordered.done():
                 self.ordered.set_result(None)
         finally:
             self._learning = False
@@ -288,9 +249,9 @@ class Rollback:
     def _obey(self, order: StepBack) -> None:
         """Begin anew by a later ``order`` that concerns us. Raises ProtocolError for an invalid order."""
         self._check(order)
-        if self._position.life.joining and self._ctx.roster.own.stage not in order.lost:
-            return  # replicas give their state on any branch
-        if self._is_later(order) and not self.ordered.done():
+        # replicas give a newcomer their state on any branch
+        concerns = not self._position.life.joining or self._ctx.roster.own.stage in order.lost
+        if concerns and self._is_later(order) and not self.ordered.done():
             self.ordered.set_result(order)
 
     def _check(self, order: StepBack) -> None:
@@ -309,12 +270,9 @@ class Rollback:
         return branch_of(order.lineage) > branch_of(self._where().lineage)
 
     async def _tell(self, peer: PeerId, order: StepBack) -> None:
-        try:
-            await self._ctx.net.call(
-                peer, StepBack.KIND, order.pack(), timeout_s=self._ctx.detector.deadline.seconds(1)
-            )
-        except NetworkError:  # the peer hears of the order when it meets one of us
-            return
+        timeout_s = self._ctx.detector.deadline.seconds(1)
+        with suppress(NetworkError):  # the peer hears of the order when it meets one of us
+            await self._ctx.net.call(peer, StepBack.KIND, order.pack(), timeout_s=timeout_s)
 
     async def _on_order(self, sender: PeerId, payload: bytes) -> bytes:
         order = StepBack.unpack(payload)
@@ -323,13 +281,5 @@ class Rollback:
             self._consider(sender, order)
         return b""
 
-    async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        AskStepBack.unpack(payload)
-        back = self._began_with()
-        if self.ordered.done() and self.ordered.result() is not None:
-            back = self.ordered.result()
-        return back.pack() if back is not None else b""
-
-    async def _on_standing(self, sender: PeerId, payload: bytes) -> bytes:
-        AskStanding.unpack(payload)
-        return (await self._stands_at()).pack()
+    async def _on_standing(self, sender: PeerId, ask: AskStanding) -> StandsAt:
+        return await self._stands_at()

@@ -9,6 +9,7 @@ it is a member, so any peer of the run may ask.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -140,7 +141,7 @@ class BaseStore:
         wanted = [(name, tuple(self.model.shapes[name])) for name in names]  # type: ignore[attr-defined]
         if [(name, tuple(shape)) for name, _, shape in manifest.tensors] != wanted:
             raise ProtocolError("the manifest of a part of the base names other tensors than the model has")
-        manifest.check(max(map(_itemsize, DTYPES)) * sum(_numbers(shape) for _, shape in wanted))
+        manifest.check(max(t.itemsize for t in DTYPES.values()) * sum(math.prod(shape) for _, shape in wanted))
         if manifest.block > block_size(manifest.size):  # blocks lie in our memory
             raise ProtocolError("the manifest of a part of the base has blocks that are too large")
 
@@ -200,14 +201,6 @@ class BaseStore:
 
         make_room((p for p in self.cache.glob("*.base") if p not in used), enough)
         check()
-
-
-def _itemsize(name: str) -> int:
-    return DTYPES[name].itemsize
-
-
-def _numbers(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
 
 
 @dataclass
@@ -329,9 +322,8 @@ class BaseExchange:
             if (written := await store.disk.call(age, store.file(part))) != self._written:
                 self._written, self._came = written, self.blocks.clock.now()
             return None
-        found = BasePartial.of_file(digest, manifest, file, self.store.disk)
         try:
-            await found.look()
+            found = await BasePartial.resumed(digest, manifest, file, self.store.disk)
         except BaseException:
             os.close(file)
             raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from muletrain.errors import CheckpointError, MuletrainError, NetworkError, ProtocolError, Refused
@@ -41,15 +40,15 @@ ROUNDS = 20
 """Rounds in which a taker asks all donors before giving up."""
 
 
-@dataclass
-class _Kept:
+class OfferedState(StateImage):
     """A copy that this peer serves."""
 
     offer: Snapshot
-    copy: StateImage
-    asked: float
-    takers: set[PeerId] = field(default_factory=set)
-    """Peers that the copy was offered to, the only peers to get the copy."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        super().__init__(state)
+        self.takers: set[PeerId] = set()
+        """Peers that the copy was offered to, the only peers to get the copy."""
 
 
 class PastGradients(Protocol):
@@ -69,17 +68,17 @@ class Snapshots:
 
     def __init__(self, ctx: Context, position: Position, log: PastGradients, membership: Membership) -> None:
         self._ctx, self._position, self._log, self._membership = ctx, position, log, membership
-        self._kept: dict[bytes, _Kept] = {}
+        self._kept: dict[bytes, OfferedState] = {}
         self._making = asyncio.Lock()
         self._copying = Debts(COPYING)
         """Seconds spent on making copies, by taker."""
-        ctx.net.serve(AskSnapshot.KIND, self._on_ask)
+        AskSnapshot.serve(ctx.net, self._on_ask)
         ctx.blocks.offers(STATES, self._given)
 
-    async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
+    async def _on_ask(self, sender: PeerId, ask: AskSnapshot) -> Snapshot:
         """Offer a copy of our state. Raises MuletrainError for a taker of another stage, or a taker that is no
         member."""
-        ask, own = AskSnapshot.unpack(payload), self._ctx.roster.own
+        own = self._ctx.roster.own
         if ask.stage != own.stage or self._ctx.tasks.closed:
             raise MuletrainError(f"this peer does not serve stage {ask.stage} (any more)")
         if self._ctx.roster.expelled(sender):  # the sender may not know
@@ -91,7 +90,7 @@ class Snapshots:
             self._log.follow(sender, offer.step)
             if (kept := self._kept.get(offer.digest)) is not None:
                 kept.takers.add(sender)
-            return offer.pack()
+            return offer
 
     async def _make_for(self, taker: PeerId) -> Snapshot:
         """Make a new copy. Raises MuletrainError when memory has no room for a copy, or ``taker`` asks too often."""
@@ -100,9 +99,10 @@ class Snapshots:
             raise MuletrainError("a copy that was replaced is still on its way to somebody; ask again")
         if self._copying.owed(taker, begin) > COPYING_S:
             raise MuletrainError("this peer was given many copies already; ask again")
-        for kept in self._kept.values():  # the run has gone on, and ``taker`` will take the new copy
+        for digest, kept in list(self._kept.items()):  # the run has gone on, and ``taker`` will take the new copy
             kept.takers.discard(taker)
-        self._kept = {d: k for d, k in self._kept.items() if k.takers}
+            if not kept.takers:
+                del self._kept[digest]
         offer = await self._make()
         self._copying.add(taker, self._ctx.clock.now() - begin, begin)
         return offer
@@ -138,36 +138,28 @@ class Snapshots:
             if position.settled:
                 state = await ctx.compute.state()
                 if position.settled and label == (position.step, position.applied):
-                    past, copy = position.chain.lineages[:-1], StateImage(state)
+                    past, copy = position.chain.lineages[:-1], OfferedState(state)
                     await copy.name(ctx.compute.offload)
-                    offer = Snapshot(step=label[0], lineage=label[1], digest=copy.digest, over=over, past=past)
-                    self._keep(_Kept(offer, copy, ctx.clock.now()))
-                    return offer
+                    copy.offer = Snapshot(step=label[0], lineage=label[1], digest=copy.digest, over=over, past=past)
+                    self._keep(copy)
+                    return copy.offer
             await ctx.clock.sleep(PAUSE_S)  # an update is being applied
         raise MuletrainError("no settled state here now: this peer is catching up, too")
 
-    def _keep(self, kept: _Kept) -> None:
+    def _keep(self, copy: OfferedState) -> None:
         if not self._kept:
-            self._ctx.spawn(self._drop_unasked(), "copies")
+            self._ctx.spawn(self._ctx.blocks.drop_unasked(self._kept), "copies")
         while len(self._kept) >= MAX_COPIES:
             del self._kept[min(self._kept, key=lambda d: self._kept[d].asked)]
-        self._kept[kept.copy.digest] = kept
-
-    async def _drop_unasked(self) -> None:
-        """Ends within ``GONE_S`` after the last request."""
-        while self._kept:
-            await self._ctx.clock.sleep(GONE_S / 2)
-            now = self._ctx.clock.now()
-            self._kept = {d: k for d, k in self._kept.items() if now - k.asked < GONE_S}
+        self._kept[copy.digest], copy.asked = copy, self._ctx.clock.now()
 
     async def _given(self, taker: PeerId, digest: bytes) -> StateImage | None:
         """See ``core.blocks.Reader``."""
         kept = self._kept.get(digest)
         if kept is None or taker not in kept.takers or self._ctx.tasks.closed:
             return None
-        kept.asked = self._ctx.clock.now()
         self._log.follow(taker, kept.offer.step)
-        return kept.copy
+        return kept
 
 
 class Receiver:
@@ -200,12 +192,14 @@ class Receiver:
             if snapshot is not None:
                 try:
                     limit = 20 * ctx.compute.n_params + HEADERS  # weights of two steps, two moments, the loss scale
-                    state = await self._taken(snapshot, good, limit)
+                    state = await self._state.take(snapshot.digest, good, limit)
                     if confirm is not None:
                         await confirm(snapshot)
                     await ctx.compute.load_state(state)
-                except (NetworkError, ProtocolError, CheckpointError) as e:
+                except (NetworkError, CheckpointError) as e:
                     ctx.emit(TransferFailed(what=f"the state of stage {stage}", reason=str(e)))
+                    for donor in good if isinstance(e, ProtocolError) else ():  # all offered an impossible copy
+                        ctx.refused(donor, str(e))
                 else:
                     return snapshot
             await ctx.clock.sleep(pause_s(round_))
@@ -214,13 +208,13 @@ class Receiver:
     async def _offers(
         self, donors: list[PeerId], acceptable: Callable[[Snapshot], bool], after: int = 0
     ) -> list[tuple[PeerId, Snapshot]]:
-        ask = AskSnapshot(stage=self._ctx.roster.own.stage, after=after).pack()
+        ask = AskSnapshot(stage=self._ctx.roster.own.stage, after=after)
         offers = await asyncio.gather(*(self._offered(d, ask) for d in donors))
         return [o for o in offers if o is not None and acceptable(o[1])]
 
-    async def _offered(self, donor: PeerId, ask: bytes) -> tuple[PeerId, Snapshot] | None:
+    async def _offered(self, donor: PeerId, ask: AskSnapshot) -> tuple[PeerId, Snapshot] | None:
         try:
-            return donor, Snapshot.unpack(await self._ctx.net.call(donor, AskSnapshot.KIND, ask, timeout_s=GONE_S))
+            return donor, await ask.ask(self._ctx.net, donor, timeout_s=GONE_S)
         except NetworkError as e:
             self._ctx.emit(TransferFailed(what="a state", reason=str(e), source=self._ctx.roster.name(donor)))
             self._refusal = f"; one said: {e}" if isinstance(e, Refused) else self._refusal
@@ -230,15 +224,6 @@ class Receiver:
         """Does a live replica offer an ``acceptable`` state?"""
         roster = self._ctx.roster
         return bool(await self._offers([p for p in roster.replicas() if roster.is_alive(p)], acceptable))
-
-    async def _taken(self, offer: Snapshot, donors: list[PeerId], limit: int) -> dict[str, Tensor]:
-        """The copy that ``donors`` offer. Raises NetworkError or ProtocolError."""
-        try:
-            return await self._state.take(offer.digest, donors, limit)
-        except ProtocolError as e:  # all donors offered an impossible copy
-            for donor in donors:
-                self._ctx.refused(donor, str(e))
-            raise
 
 
 def _best(offers: list[tuple[PeerId, Snapshot]]) -> tuple[Snapshot | None, list[PeerId]]:

@@ -8,26 +8,16 @@ import numpy as np
 from pydantic import Field
 
 from muletrain.policy.fork_choice import Chain
-from muletrain.runtime.core.messages import Digest, Message, Natural, Past
+from muletrain.runtime.core.messages import Call, Digest, Header, Natural, Past
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-class AskSnapshot(Message):
-    """A call that asks a peer of ``stage`` for a copy of the state before the current step. If the donor is busy, an
-    existing copy of step ``after`` or later will do."""
-
-    KIND: ClassVar[str] = "ask_snapshot"
-    stage: Natural
-    after: Natural = 0
-
-
-class Snapshot(Message):
+class Snapshot(Header):
     """An offer of the weights and moments before ``step``. ``digest``: BLAKE3 of the copy's manifest. ``over``: no step
     follows. ``past``: lineages of the steps before, as many as are remembered."""
 
-    KIND: ClassVar[str] = "snapshot"
     lineage: Digest
     step: Natural
     digest: Digest
@@ -40,12 +30,20 @@ class Snapshot(Message):
         return Chain(self.step, (*self.past, self.lineage), self.over)
 
 
-class Shared(Message):
+class AskSnapshot(Call[Snapshot]):
+    """Asks a peer of ``stage`` for a copy of the state before the current step. If the donor is busy, an
+    existing copy of step ``after`` or later will do."""
+
+    KIND: ClassVar[str] = "ask_snapshot"
+    stage: Natural
+    after: Natural = 0
+
+
+class Shared(Header):
     """Names the tokens in the welcome of a run that shares its tokens. ``digest``: BLAKE3 of the manifest; ``size``: of
     all tokens [bytes]; ``width``: of one token [bytes]. ``heldout``: SHA-256 of the held-out side, which is not shared,
     but gives ``Genesis.data`` together with the tokens."""
 
-    KIND: ClassVar[str] = "shared"
     digest: Digest
     size: Annotated[int, Field(gt=0, lt=1 << 44)]
     width: Annotated[int, Field(ge=2, le=4, multiple_of=2)]

@@ -83,9 +83,17 @@ class FilePartial(PartialDownload):
     problem: OSError | None = None
 
     @classmethod
-    def of_file(cls, digest: bytes, manifest: Manifest, file: int, disk: Disk) -> Self:
-        """A download into ``file``, of which nothing has come as far as is known."""
-        return cls(digest, manifest, bytearray(), set(range(manifest.blocks)), file, disk)
+    async def resumed(cls, digest: bytes, manifest: Manifest, file: int, disk: Disk) -> Self:
+        """A download into ``file``, which may have blocks already. Raises OSError."""
+        partial = cls(digest, manifest, bytearray(), set(range(manifest.blocks)), file, disk)
+        for block in sorted(partial.missing):
+            begin, end = manifest.span(block)
+            content = await disk.call(os.pread, file, end - begin, begin)
+            if len(content) < end - begin:
+                break
+            if blake3(content).digest() == manifest.digest(block):
+                partial.missing.discard(block)
+        return partial
 
     def room(self, block: int) -> memoryview:
         begin, end = self.manifest.span(block)
@@ -98,16 +106,6 @@ class FilePartial(PartialDownload):
             self.problem = e
             raise PeerUnreachable(f"what came cannot be written: {e.strerror}") from None
         await super().keep(block, content)
-
-    async def look(self) -> None:
-        """Find the blocks that are in the file already. Raises OSError."""
-        for block in sorted(self.missing):
-            begin, end = self.manifest.span(block)
-            content = await self.disk.call(os.pread, self.file, end - begin, begin)
-            if len(content) < end - begin:
-                return
-            if blake3(content).digest() == self.manifest.digest(block):
-                self.missing.discard(block)
 
 
 @dataclass
@@ -264,9 +262,7 @@ class Sharing:
         and OSError."""
         if manifest.size != self.shared.size or manifest.block > block_size(manifest.size):  # blocks lie in our memory
             raise DataError("the welcome names another number of tokens than there are, or blocks that are too large")
-        partial = FilePartial.of_file(self.shared.digest, manifest, file, self.disk)
-        await partial.look()
-        return partial
+        return await FilePartial.resumed(self.shared.digest, manifest, file, self.disk)
 
     async def _checked(self) -> npt.NDArray[np.integer]:
         """The tokens, checked against ``Genesis.data``, which we give on from now on. Raises DataError."""
