@@ -54,7 +54,7 @@ class Dispatcher:
         self._ctx, self._stage, self._survey = ctx, stage, survey
         gamma = 1.0 if ctx.plan.strategy.pooled else GAMMA  # a pool reports averages over its present clients
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"), gamma)
-        self.trips = Trips(ctx.plan.capacity, ctx.plan.stages - stage, ctx.compute.jobs.longest_s)
+        self.trips = Trips(ctx.plan.stages - stage, ctx.compute.jobs.longest_s)
         self._rooms, self._room, self._waiting = Rooms(), asyncio.Event(), 0
         self._pending: dict[PeerId, dict[tuple[int, int, int, str], Pending]] = {}
         """By the peer that owes the answer; peers that owe none are left out."""
@@ -81,7 +81,6 @@ class Dispatcher:
         """Take the roster's view of which peers serve the stage."""
         alive = {p: self._device_s(p) for p in self._ctx.roster.stage(self._stage)}
         self._wiring.serve(alive)
-        self.trips.serve(alive)
         self._rooms.serve(alive)
         self._room.set()
 
@@ -149,7 +148,6 @@ class Dispatcher:
         begun_s = full_s = self._ctx.clock.now()
         # left-out peers may still compute copies, and results for comparison
         again = {*request.without} - {*tried} if self._stage in accumulate else set()
-        again |= self._rooms.asked_last(request.step) - {*tried}
         failed, at_it = {*tried, *again}, dict["PeerId", float]()
         while True:
             if not self._is_current(request):
@@ -161,12 +159,12 @@ class Dispatcher:
             peer = self._choose(request, failed, full, now_s - begun_s)
             if peer is None and full:
                 await self._until_room()
-                if self._ctx.clock.now() - full_s >= self.trips.long_s():  # a peer that claims to be full may lie
+                if self._ctx.clock.now() - full_s >= self.trips.long_s():
                     if tried:
                         raise StageLost(f"stage {self._stage}: nobody else has room for long")
-                    full_s, failed, again = self._ctx.clock.now(), self._instead_of(full), set()
-                    self._rooms.ask_last(failed, request.step)
-                    self._rooms.try_again(full, full_s)
+                    for overdue in full:
+                        self._ctx.detector.note_overdue(overdue, request.step)
+                    full_s, failed, again = self._ctx.clock.now(), set(), set()
                 continue
             if peer is None and again:
                 failed, again = failed - again, set()
@@ -210,18 +208,13 @@ class Dispatcher:
         finally:
             self._waiting -= 1
 
-    def _instead_of(self, full: set[PeerId]) -> set[PeerId]:
-        """Returns the ``full`` peers that are not asked again: all, if the stage has other live peers. In a planned
-        pipeline, only the seat's peer was asked so far."""
-        return {*full} if any(self._ctx.roster.is_alive(p) for p in {*self._wiring.peers()} - full) else set()
-
     def _choose(self, request: Attempt, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
-        """Choose the next peer: the fastest that the strategy allows. A suspected peer is chosen only if all are
-        suspected, even if we have to wait for room elsewhere. ``sim.steps.steps`` copies this for peers that never
+        """Choose the next peer: the fastest that the strategy allows. A suspected or overdue peer is chosen only if all
+        are, even if we have to wait for room elsewhere. ``sim.steps.steps`` copies this for peers that never
         fail."""
         known = set(self._wiring.peers())
         usable = {p for p in known if self._ctx.roster.is_alive(p)} - failed
-        trusted = (usable - self._ctx.detector.suspected) or usable
+        trusted = (usable - self._ctx.detector.avoided(request.step)) or usable
         there = {name: p for name, p in self._ctx.roster.seated(self._stage).items() if p in trusted}
         index = request.index % self._ctx.plan.microbatches  # held-out microbatches have higher indices
         chosen = self._ctx.plan.strategy.choose(self._stage, index, there.keys())
@@ -265,19 +258,18 @@ class Dispatcher:
         """See ``members.silence.Creditor``."""
         return next((pending.request for pending in self._pending.get(peer, {}).values()), None)
 
-    def on_suspected(self, peer: PeerId) -> None:
+    def on_suspected(self, peer: PeerId, why: str) -> None:
         """See ``members.detector.Routes``."""
         if peer in self._pending:
-            self._ctx.spawn(self._have_copied(peer), f"copies for {peer[-6:]}")
+            self._ctx.spawn(self._have_copied(peer, why), f"copies for {peer[-6:]}")
 
-    async def _have_copied(self, peer: PeerId) -> None:
+    async def _have_copied(self, peer: PeerId, why: str) -> None:
         """Let other peers compute the microbatches owed by ``peer``, oldest first, as fast as these peers can: most
         suspects are soon heard again. Ends after ``microbatch/pending.answer_of`` of what the peer owes."""
-        while peer in self._ctx.detector.suspected:
-            others = set(self._wiring.peers()) - self._ctx.detector.suspected
-            owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())
-            why = "its device is late" if self._ctx.detector.is_late(peer) else "it is silent"
-            if (pending := next(owed, None)) is None or not others or not self._have_one_copied(pending, why):
+        while owed := [p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done()]:
+            avoided = self._ctx.detector.avoided(owed[0].request.step)
+            others = set(self._wiring.peers()) - avoided
+            if peer not in avoided or not others or not self._have_one_copied(owed[0], why):
                 return
             await self._ctx.clock.sleep(1 / sum(1 / self._wiring.expected_s(p) for p in others))
 
@@ -329,7 +321,7 @@ class Dispatcher:
                 # a frozen receiver takes no more than its buffers hold
                 await unless_done(pending.reply, self._ctx.send(peer, message, list(pending.tensors)))
                 what = f"microbatch {request.step}/{request.index} at stage {self._stage}"
-                got = await answer_of(pending, self._ctx, self.trips, self._held_for_long, what)
+                got = await answer_of(pending, self._ctx, self.trips, self._is_overdue, what)
         except (PeerUnreachable, DeadlineExceeded) as e:
             return Declined(Why.DOWN, e.why)
         if isinstance(got, Answer | Declined):
@@ -342,7 +334,7 @@ class Dispatcher:
         took = clock.now() - begin
         if request.index < self._ctx.plan.microbatches:  # held-out microbatches take different times
             self._copies.succeeded()
-            busy_s, way_s = self.trips.measured(peer, took, reply.busy_s, reply.away_s)
+            busy_s, way_s = self.trips.measured(took, reply.busy_s, reply.away_s)
             self._wiring.measured(peer, busy_s, way_s, clock.now())
         return Answer(peer, reply.loss, answer[0] if answer else None, pending.unfinite, took)
 
@@ -352,16 +344,18 @@ class Dispatcher:
             if not pending.broke.done():
                 pending.broke.set_result(None)
 
-    def _held_for_long(self, pending: Pending, waited_s: float) -> bool:
-        """Let another peer compute a copy of a long ``pending`` request, because reports by its peer may be lies.
-        Returns True if no copy is possible although the stage has other peers: then give the request up, and try
-        anew."""
+    def _is_overdue(self, pending: Pending, waited_s: float) -> bool:
+        """Route around the peer of an overdue ``pending`` request, and let another peer compute a copy. Returns True if
+        no copy is possible although the stage has other peers: then give the request up, and try anew. Before any
+        measurement all peers may be slow, so nothing is given up."""
         alone = self._ctx.roster.stage(self._stage) == (pending.peer,)
-        if alone or pending.copy is not None or not self.trips.is_long(waited_s):
+        if alone or pending.copy is not None or waited_s < self.trips.long_s():
             return False
-        self._wiring.takes_at_least(pending.peer, waited_s)
-        others = set(self._wiring.peers()) - pending.tried - self._ctx.detector.suspected
-        return not (others and self._have_one_copied(pending, "it has had it for long"))
+        detector, step = self._ctx.detector, pending.request.step
+        detector.note_overdue(pending.peer, step)
+        others = set(self._wiring.peers()) - pending.tried - detector.avoided(step)
+        copied = others and self._have_one_copied(pending, "it is overdue")
+        return self.trips.known and not copied
 
     def _rerouted(self, peer: PeerId, request: Attempt, reason: str) -> None:
         reason = f"{self._ctx.roster.name(peer)}: {reason}"

@@ -73,7 +73,7 @@ class Pending:
     broke: asyncio.Future[None] = field(default_factory=asyncio.Future)
     """Done once a stream with the peer has ended, which may have carried the request or the answer."""
     copy: asyncio.Task[Answer] | None = None
-    """The copy's answer, once the peer is suspected (``Silence``), or takes very long."""
+    """The copy's answer, once the peer is suspected (``Silence``), or overdue."""
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -91,13 +91,13 @@ class Pending:
 
 
 async def answer_of(
-    pending: Pending, ctx: Context, trips: Trips, held_for_long: Callable[[Pending, float], bool], what: str
+    pending: Pending, ctx: Context, trips: Trips, is_overdue: Callable[[Pending, float], bool], what: str
 ) -> Reply:
     """Wait while the peer works on the request, or its answer is on the way. Ask the peer when a deadline is missed;
     when a stream with the peer breaks, at once, and again when everything sent since should have come.
-    ``held_for_long`` decides, by the seconds so far, whether to give up. Raises PeerUnreachable and
+    ``is_overdue`` decides, by the seconds so far, whether to give up. Raises PeerUnreachable and
     DeadlineExceeded. Ends after ``microbatch/stage_server._compute_forward`` and
-    ``microbatch/stage_server._encode_gradient`` at this stage and later ones, or earlier with ``held_for_long``."""
+    ``microbatch/stage_server._encode_gradient`` at this stage and later ones, or earlier with ``is_overdue``."""
     peer, request, begin_s, attempt, again = pending.peer, pending.request, ctx.clock.now(), 0, False
     pending.broke = asyncio.Future()
     while True:
@@ -124,7 +124,7 @@ async def answer_of(
         late = not progress.current if again else attempt == 0 and request.index in progress.accumulated
         if not (at_it or broke or late):
             return Declined(Why.GONE, f"{what}: it is not working on it")
-        if held_for_long(pending, ctx.clock.now() - begin_s):
-            return Declined(Why.GONE, f"{what}: it has had it for long")
+        if is_overdue(pending, ctx.clock.now() - begin_s):
+            return Declined(Why.GONE, f"{what}: it is overdue")
         attempt += not (broke or again)
         again = broke and not at_it
