@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 MAX_TRIES = 60
 """Tries of one microbatch before the trainer gives up with an error: 20 minutes of pauses."""
-MOST_HELD_BACK = 3
-"""Number of consecutive late checks that find peers at work, after which microbatches of live trainers pass on all the
-same."""
 MOST_ASKED = 4
 """Most peers of a stage to probe for their absence: a partition may take hundreds at once."""
 
@@ -71,8 +68,8 @@ class Trainer:
         self._turn = 0
         """Number of times that we moved on to the next trainer in line (``claimant``), because microbatches were
         missing and no peer was at work."""
-        self._held_back, self._held_back_at = 0, 0.0
-        """Consecutive times that we did not move on, because peers were at work; and the first such time [s]."""
+        self._held_back_at: float | None = None
+        """When we first did not move on, because peers were at work [s]."""
         self._passed = False
         """Microbatches that we have not given out yet may have passed to other trainers likewise."""
         self._absences = ctx.meter.absences
@@ -135,10 +132,9 @@ class Trainer:
         theirs = self._claims(self._work.missing(), turn)
         current = await self._survey.everyone(self._lineage, self._step) if theirs else {}
         at_work = any(progress.in_flight or progress.answering for progress in current.values())
-        self._held_back, now = self._held_back + 1 if at_work else 0, self._ctx.clock.now()
-        self._held_back_at = now if self._held_back <= 1 else self._held_back_at
-        for_long = now - self._held_back_at >= self._dispatcher.trips.long_s()
-        if self._held_back and not (self._held_back >= MOST_HELD_BACK and for_long):  # after long, reports may be lies
+        now = self._ctx.clock.now()
+        self._held_back_at = (self._held_back_at or now) if at_work else None
+        if self._held_back_at is not None and now - self._held_back_at < self._dispatcher.trips.long_s():
             return
         self._turn = turn
         if theirs := self._claims(self._work.missing(), turn):

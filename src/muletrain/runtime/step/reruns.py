@@ -74,7 +74,7 @@ class Reruns:
 
     async def drained(self, work: InFlightStep | None = None) -> None:
         """Wait until no microbatch of the step (or of ``work``) is being accumulated, however long our device works on
-        earlier microbatches. Ends after ``microbatch/pending.answer_of``."""
+        earlier microbatches. Ends after ``microbatch/dispatcher._try``."""
         ledger, ctx = self._ledger if work is None else work.ledger, self._ctx
 
         async def look() -> None:
