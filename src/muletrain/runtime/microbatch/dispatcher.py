@@ -299,7 +299,6 @@ class Dispatcher:
             stage=self._stage,
             accumulate=accumulate,
             gradient=pending.gradient,
-            deadline_s=self.trips.deadline_s(),
             unfinite=pending.unfinite,
             more=self._waiting > 0,
         )
