@@ -92,7 +92,7 @@ def frames(stage: int, index: int) -> list[Frame]:
     inputs = encode_ids(ids(generator)) if stage == 0 else encode(hidden, Codec.FP32)
     at: dict[str, Any] = {"lineage": GENESIS.lineage, "step": 0}
     request = {**at, "index": index, "attempt": 0, "trainer": "first"}
-    targets, deadline_s = encode_ids(ids(generator)), 0.02 if stage == 0 else 0.2
+    targets = encode_ids(ids(generator))
     answer = {"loss": 5.0, "busy_s": 0.2, "away_s": 0.1}
     chunk, few = encode(torch.randn(4096, generator=generator), Codec.FP32), (index, (index + 1) % (MICROBATCHES - 1))
     digest = bytes([index]) * 32
@@ -117,9 +117,7 @@ def frames(stage: int, index: int) -> list[Frame]:
     }
     said = {**at, "stage": stage}
     return [
-        Forward(**request, stage=stage, accumulate=(0, 1), gradient=stage > 0, deadline_s=deadline_s).frame(
-            [inputs, targets]
-        ),
+        Forward(**request, stage=stage, accumulate=(0, 1), gradient=stage > 0).frame([inputs, targets]),
         Backward(**request, stage=1, **answer).frame([encode(hidden, Codec.FP32)]),
         Done(**request, stage=stage, **answer).frame(),
         Busy(**request, stage=1, full=True).frame(),

@@ -125,15 +125,12 @@ def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
 
     class Alone(Trainer):
         def __init__(self) -> None:
-            self._refilling, self._lacking, self._repairs = set(), defaultdict(dict), set()
+            self._refilling, self._lacking, self._repairs = set(), defaultdict(set), set()
             roster: Any = SimpleNamespace(member=lambda _: SimpleNamespace(stage=1))
             self._ctx: Any = SimpleNamespace(roster=roster)
 
         def _is_mine(self, index: int, turn: int = 0) -> bool:
             return True
-
-        def _doubted(self, sender: str, gap: Gap, index: int) -> tuple[str, ...]:
-            return ()
 
         async def refill(self, index: int) -> None:
             await asyncio.sleep(index)
@@ -146,27 +143,6 @@ def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
         return len(asyncio.all_tasks())
 
     assert run_virtually(repaired(), 100.0, []) == 1, "this one"
-
-
-def test_who_asks_again_and_again_holds_up_no_repair() -> None:
-    """A trainer says that all is through when its repairs are. A liar that asks each time that it looks held it up for ever."""
-    looks = []
-
-    class Asked(Trainer):
-        def __init__(self) -> None:
-            self._refilling, self._lacking = set(), defaultdict(dict, {7: {0: ()}})
-
-        async def _still_missing(self, *_: object, **__: object) -> tuple[tuple[int, ...], float | None]:
-            looks.append(1)
-            self._lacking[7][0] = ()
-            await asyncio.sleep(0.1)
-            return (), None
-
-    trainer = Asked()
-    run_virtually(trainer.refill(7), 100.0, [])
-    assert 1 < len(looks) < 5
-    assert not trainer._lacking
-    assert not trainer._refilling
 
 
 def test_who_has_ever_more_repaired_holds_up_no_word_of_a_trainer() -> None:
@@ -197,16 +173,3 @@ def test_who_has_ever_more_repaired_holds_up_no_word_of_a_trainer() -> None:
         return took_s
 
     assert run_virtually(told_after(), 100.0, []) == pytest.approx(0.2)
-
-
-def test_a_trainer_believes_only_a_replica_of_the_stage_and_only_once() -> None:
-    """Whom a replica does not count on. Else a liar could have microbatches run again and again."""
-    trainer = Trainer.__new__(Trainer)
-    stages = {"replica": 0, "stranger": 1}
-    trainer._ctx = cast(
-        "Any", SimpleNamespace(roster=SimpleNamespace(member=lambda p: SimpleNamespace(stage=stages[p])))
-    )
-    trainer._believed = set()
-    early, late = (Gap(lineage=bytes(32), step=0, stage=0, indices=(1,), turn=t, without=("other",)) for t in (1, 2))
-    asked = [("replica", early), ("stranger", late), ("replica", late), ("replica", late)]
-    assert [trainer._doubted(sender, gap, 1) for sender, gap in asked] == [(), (), ("other",), ()]

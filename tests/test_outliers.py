@@ -247,7 +247,7 @@ def test_who_missed_that_it_is_expelled_hears_of_it_from_the_record_or_those_wit
     told = {EXPELLED, "was expelled: it computed false gradients"}
     heard = set[str]()
     # in one of these moments it has what the others judge it by, in another not
-    for seed, before_s in itertools.product((7, 6, 5, 22, 3, 8), (0.005, 0.01, 0.015)):
+    for seed, before_s in itertools.product((7, 1, 9, 13, 5, 19), (0.005, 0.01, 0.015)):
         liar = corrupt("peer-1a", "hundredfold", 60.0)
         end = frozen_before(PeerExpelled, seed, before_s, for_s=0.9, liar=liar).ends["peer-1a"]
         assert any(text in end for text in told), end

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from muletrain.policy.cover import resolve
 from muletrain.policy.deadline import CEILING_S, FLOOR_S, RECENT, Deadline, Usual, backoff_s
+from muletrain.policy.overdue import Overdue
 from muletrain.policy.rooms import KEPT_S, Rooms, Turns
 from muletrain.policy.shards import BLOCK, CHUNK, chunk_ranges, shard_ranges
 from muletrain.policy.trips import Trips
@@ -60,26 +61,33 @@ def test_wiring_newcomer_joins_at_the_floor() -> None:
     assert chosen["new"] == pytest.approx(10, abs=1)
 
 
-def test_a_peers_word_neither_makes_it_fast_nor_stretches_deadlines() -> None:
-    """It says that it needs no time, and answers late: it was given everything, and others waited for hours."""
-    honest, lied = Trips(capacity=8), Trips(capacity=8)
+def test_of_a_peers_word_counts_what_the_own_measurement_allows() -> None:
+    """A peer that says that it needs no time, and answers late, gets more work. Deadlines grow with the answers."""
+    trips = Trips()
     for _ in range(100):
-        for trips in (honest, lied):
-            assert trips.measured("a", 1.0, 0.2, 0.7) == pytest.approx((0.2, 0.1))
-            trips.measured("b", 1.2, 0.2, 0.9)
-        busy_s, way_s = lied.measured("liar", 3.0 * lied.deadline_s(), 0.0, 1e6)
-    assert busy_s > 0.2
-    assert way_s == 0.0
-    assert lied.deadline_s() < 100.0
-    assert honest.deadline_s() < 3.0
+        assert trips.measured(1.0, 0.2, 0.7) == pytest.approx((0.2, 0.1))
+        assert trips.measured(1.0, 5.0, 0.0) == (1.0, 0.0)
+        assert trips.measured(2.0, 0.0, 1e6) == pytest.approx((0.0, 0.0), abs=1e-5)
+    assert 2.0 <= trips.deadline_s() < 6.0
 
 
-def test_before_any_answer_requests_are_looked_at_often_and_no_doubt_waits_for_hours() -> None:
-    trips = Trips(capacity=8)
+def test_before_any_answer_requests_are_looked_at_often_and_none_is_overdue_for_minutes() -> None:
+    trips = Trips()
     assert trips.deadline_s(9) == trips.deadline_s(1) == 60.0
-    for _ in range(100):
-        trips.is_long(1e6)
-    assert trips.long_s() < 3600.0
+    assert trips.long_s() == 210.0
+    assert Trips(2, lambda: 100.0).long_s() == 400.0, "our own device is as slow"
+
+
+def test_an_overdue_peer_comes_last_for_a_number_of_steps_that_doubles() -> None:
+    overdue = Overdue()
+    assert overdue.note("a", 10)
+    assert not overdue.note("a", 13), "it is asked last already"
+    assert [step for step in range(20) if "a" in overdue.at(step)] == [10, 11, 12, 13], "also after a step back"
+    assert overdue.note("a", 15)
+    assert [step for step in range(30) if "a" in overdue.at(step)] == [*range(15, 23)]
+    assert overdue.note("a", 31), "it did its part for as many steps"
+    assert overdue.at(34) == {"a"}
+    assert not overdue.at(35)
 
 
 def test_a_full_peer_is_sent_nothing_until_it_has_room_or_a_pause_is_over() -> None:
@@ -98,12 +106,6 @@ def test_a_full_peer_is_sent_nothing_until_it_has_room_or_a_pause_is_over() -> N
     rooms.answered("a", took=True)
     rooms.refused("a", 10.0, 1.0)
     assert not rooms.full(14.0)
-    rooms.serve({"a"})
-    assert rooms.full(10.0)
-    rooms.try_again({"a"}, 10.0)
-    assert not rooms.full(10.0)
-    rooms.sent("a", 10.0, more=True)
-    assert rooms.full(10.0), "one is enough to try it"
     rooms.begin()
     assert not rooms.full(10.0)
 
@@ -134,30 +136,6 @@ def test_those_that_a_full_peer_refused_have_their_turns_in_order() -> None:
     assert turns.admits("a", 6, held=1, now_s=1.0, more=True)
     assert turns.next(held=0, now_s=1.0) == [("b", 2), ("c", 4)]
     assert turns.next(held=0, now_s=1.0 + KEPT_S) == [("d", 5), ("a", 6)], "who did not come has lost its place"
-
-
-def test_a_slow_peer_among_fast_ones_is_measured_as_it_is() -> None:
-    """A CPU beside GPUs: what it says of itself is more than what can be held against it."""
-    trips = Trips(capacity=8)
-    for _ in range(100):
-        trips.measured("a", 1.0, 0.5, 0.4)
-        trips.measured("b", 1.0, 0.5, 0.4)
-        assert trips.measured("cpu", 40.0, 20.0, 19.0) == pytest.approx((20.0, 1.0))
-
-
-def test_wiring_gives_little_to_a_peer_that_never_answers() -> None:
-    wiring, counts = Wiring(random.Random(0)), Counter[str]()
-    for peer in ("a", "b", "mute"):
-        wiring.add(peer)
-    for _ in range(300):
-        peer = wiring.choose()
-        assert peer is not None
-        counts[peer] += 1
-        if peer == "mute":
-            wiring.takes_at_least(peer, 7.0)
-        else:
-            wiring.measured(peer, 1.0)
-    assert 0 < counts["mute"] < 30
 
 
 def test_wiring_does_not_try_a_slow_device_until_fast_ones_have_done_as_much() -> None:

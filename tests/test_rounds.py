@@ -308,7 +308,6 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
             stage=0,
             accumulate=(0,),
             gradient=False,
-            deadline_s=1.0,
         )
         await pipeline.on_forward("t", forward, Frame("forward", {}, []))
         assert work.serving == {1}

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import defaultdict
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +19,7 @@ from muletrain.events import (
 )
 from muletrain.policy.wiring import claimant
 from muletrain.runtime.members.detector import FailureDetector
-from muletrain.runtime.microbatch.messages import Gap
-from muletrain.runtime.microbatch.trainer import DOUBTED_TURN, Trainer
-from muletrain.sim.loop import run_virtually
+from muletrain.runtime.microbatch.trainer import Trainer
 from proofs.play import play
 from proofs.scenario import SUSPENDED, Fault, Scenario
 from proofs.verdict import Outcome, readable
@@ -210,36 +206,3 @@ def test_each_turn_another_trainer_builds_a_microbatch() -> None:
     turns = [claimant(3, 5, trainers, turn) for turn in range(4)]
     assert turns[0] == claimant(3, 5, trainers) == turns[3]
     assert set(turns) == set(trainers)
-
-
-def test_what_one_replica_doubts_is_kept_when_another_lacks_the_same_microbatch() -> None:
-    """Each replica is believed once, so its word must not be lost with the next one's."""
-    begun = list[int]()
-
-    class Asked(Trainer):
-        def __init__(self) -> None:
-            self._lacking, self._refilling, self._repairs, self._without = (
-                defaultdict(dict),
-                set(),
-                set(),
-                defaultdict(dict),
-            )
-            self._believed, self._gaps = set(), 0
-            roster: Any = SimpleNamespace(member=lambda _: SimpleNamespace(stage=1))
-            self._ctx: Any = SimpleNamespace(roster=roster)
-
-        def _is_mine(self, index: int, turn: int = 0) -> bool:
-            return True
-
-        async def refill(self, index: int) -> None:
-            begun.append(index)
-            await asyncio.sleep(1.0)
-
-    async def asked() -> dict[int, tuple[str, ...]]:
-        trainer, at = Asked(), {"lineage": bytes(32), "step": 0, "stage": 1, "indices": (7,)}
-        gaps = Gap(**at, turn=DOUBTED_TURN, without=("c",)), Gap(**at)
-        await asyncio.gather(*(trainer.on_gap(p, gap) for p, gap in zip("ab", gaps, strict=True)))
-        return trainer._lacking[7]
-
-    assert run_virtually(asked(), 100.0, []) == {1: ("c",)}
-    assert begun == [7], "one rerun for both"

@@ -231,7 +231,7 @@ def test_who_asks_for_gradients_of_held_out_text_is_refused() -> None:
 
     def expects(index: int, step: int = 0, accumulate: tuple[int, ...] = (), *, gradient: bool = False) -> None:
         about = {"lineage": bytes(32), "step": step, "index": index, "attempt": 0, "trainer": "x", "stage": 0}
-        server.expects("x", Forward(**about, accumulate=accumulate, gradient=gradient, deadline_s=1.0), [ids, ids])
+        server.expects("x", Forward(**about, accumulate=accumulate, gradient=gradient), [ids, ids])
 
     last = 8 + -(-TOKENS // 8) - 1
     expects(8)

@@ -1,7 +1,8 @@
 """A running peer decides with pure functions and small state machines: no torch, no sockets, no clock.
 
 - Routing: ``wiring`` (which allowed peer gets the next microbatch, and which trainer builds the next one), ``trips``
-  (response times of a stage's peers), ``congestion`` (bytes under way to one receiver).
+  (response times of a stage's peers), ``overdue`` (peers that come last), ``congestion`` (bytes under way to one
+  receiver).
 - Agreeing on a step: ``cover`` (which accumulators count), ``views`` (which replicas reduce together), ``shards``,
   ``outliers``.
 - Membership: ``assignment`` (which peer serves which stage), ``rebalance`` (which peers move).

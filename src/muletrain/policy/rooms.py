@@ -27,9 +27,6 @@ more."""
 UNTRUE = 3
 """Refusals after offers of room, after which a peer's offers are ignored until an answer. Other senders may be
 faster."""
-FULL_STEPS = 4
-"""Steps in which a peer that was full for long is asked last, the first time; doubles until the peer takes
-something."""
 
 R = TypeVar("R")
 
@@ -46,13 +43,10 @@ class Rooms:
         """Peers that offered room for our last or next microbatch."""
         self._untrue: Counter[str] = Counter()
         """Refusals of each peer after an offer, since the last answer."""
-        self._never: dict[str, tuple[int, int]] = {}
-        """Peers that were full for long, while there were alternatives: the first step of being asked last, and the
-        number of such steps."""
 
     def serve(self, peers: Collection[str]) -> None:
         """``peers`` serve the stage now: forget the rest."""
-        for table in (self._full, self._refused, self._untrue, self._never):
+        for table in (self._full, self._refused, self._untrue):
             for gone in table.keys() - {*peers}:
                 del table[gone]
         self._offers.intersection_update(peers)
@@ -84,33 +78,16 @@ class Rooms:
             self._offers.add(peer)
         return believed
 
-    def try_again(self, peers: Collection[str], now_s: float) -> None:
-        """Send one microbatch to each of ``peers``, which were full for long, as a test."""
-        for peer in self._full.keys() & {*peers}:
-            self._full[peer] = now_s, self._full[peer][1]
-
     def answered(self, peer: str, *, took: bool) -> None:
         """``peer`` is done with a microbatch of ours: ``took``, or failed."""
         self._refused.pop(peer, None)
         self._untrue.pop(peer, None)
         if not took:
             self._full.pop(peer, None)
-        else:
-            self._never.pop(peer, None)
 
     def full(self, now_s: float) -> set[str]:
         """Returns the peers to which nothing is sent now."""
         return {peer for peer, (open_s, _) in self._full.items() if open_s > now_s}
-
-    def asked_last(self, step: int) -> set[str]:
-        """Returns the peers that are asked last in ``step``."""
-        return {peer for peer, (since, steps) in self._never.items() if since <= step < since + steps}
-
-    def ask_last(self, peers: Collection[str], step: int) -> None:
-        """Ask ``peers``, which were full for long, last, each time for twice as many steps: another test costs minutes
-        without measurements."""
-        for peer in {*peers} - self.asked_last(step):
-            self._never[peer] = step, 2 * self._never.get(peer, (step, FULL_STEPS // 2))[1]
 
 
 class Turns(Generic[R]):

@@ -177,14 +177,6 @@ class Wiring:
         entry.weight += self._gamma * (1 - entry.weight)
         entry.ways_s.append(way_s)
 
-    def takes_at_least(self, peer: str, seconds: float) -> None:
-        """``peer`` has had a microbatch for so long: choose ``peer`` less, as after an answer now."""
-        entry = self._entries.get(peer)
-        if entry is not None and (entry.measured_s or 0.0) < seconds:
-            entry.mean_s += self._gamma * (seconds - entry.mean_s)
-            entry.weight += self._gamma * (1 - entry.weight)
-            entry.ways_s = entry.ways_s or deque([0.0], maxlen=WAYS)
-
     def expected_s(self, peer: str) -> float:
         """Returns the average for ``peer``. Before the first measurement: the device's expected time, but at least the
         fastest measured average; for an unknown device, the mean of the rest, or 1 s."""

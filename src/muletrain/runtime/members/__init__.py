@@ -1,7 +1,7 @@
 """Knows the members of the run, and the peers that this peer can count on.
 
 - ``roster``: the members, their stages, and the live peers. ``membership``: introductions.
-- ``detector``: marks peers as suspected, down or back. ``silence`` selects the peers to ask.
+- ``detector``: marks peers as suspected, overdue, down or back.
 - ``watchdog``: an operation of this peer's own device that hangs.
 - ``context``: shared by all actors of one peer: network, clock, compute, roster, plan, detector.
 - ``rebalancing``: moving to another stage. ``leaving``: leaving in order.

@@ -1,9 +1,10 @@
 """The failure detector of one peer decides which other peers to count on, by questions with measured deadlines. A
-*suspected* peer is routed around, perhaps wrongly. A peer that is *down* is not counted on until the peer is *back*.
+*suspected* peer is routed around, perhaps wrongly, and so is an *overdue* peer, for some steps: one that has not done
+its part for long, whatever it answers. A peer that is *down* is not counted on until the peer is *back*.
 
 Suspicion changes routing alone. A peer is marked down when unreachable, or on missing the patient deadline of a
-question while nothing else comes from the peer either (the two levels of SWIM, Das et al. 2002). ``members.silence``
-decides when to ask a peer that owes answers.
+question while nothing else comes from the peer either (the two levels of SWIM, Das et al. 2002). A peer that owes
+answers about microbatches is asked by ``microbatch.pending``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import PeerDown
 from muletrain.policy.deadline import RECENT, Deadline, Usual
+from muletrain.policy.overdue import Overdue
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.times import GONE_S, LAG_S, PATIENCE_S, pause_s
 from muletrain.runtime.members.messages import Suspected
@@ -65,8 +67,8 @@ class Services(Protocol):
 class Routes(Protocol):
     """Requests to peers, some of which another peer must answer after a suspicion."""
 
-    def on_suspected(self, peer: PeerId) -> None:
-        """``peer`` is suspected from now on."""
+    def on_suspected(self, peer: PeerId, why: str) -> None:
+        """``peer`` is suspected from now on, or overdue."""
         ...
 
 
@@ -99,6 +101,7 @@ class FailureDetector:
         """Deadline of answers to questions. On a starved machine a living peer's event loop stalls for a second at
         times (imports, garbage collection)."""
         self.suspected: set[PeerId] = set()
+        self._overdue = Overdue()
         self._routes: list[Routes] = []
         self._branches: Branches | None = None
         self._reader: Reader | None = None
@@ -205,11 +208,24 @@ class FailureDetector:
         if not self._peer.roster.is_alive(peer) or peer in self.suspected:
             return
         self.suspected.add(peer)
-        for routes in self._routes:
-            routes.on_suspected(peer)
+        self._route_around(peer, "its device is late" if peer in self._late else "it is silent")
         if not hearsay:
             others = tuple(p for p in self._peer.roster.others() if p != peer)
             self._peer.spawn(self._peer.tell(others, Suspected(lineage=lineage, step=step, peer=peer)), "suspected")
+
+    def _route_around(self, peer: PeerId, why: str) -> None:
+        for routes in self._routes:
+            routes.on_suspected(peer, why)
+
+    def note_overdue(self, peer: PeerId, step: int) -> None:
+        """``peer`` has not done its part in ``step`` for long, whatever the reason, and whatever ``peer`` reports: other
+        peers come first, for a number of steps that doubles. A stage's last peer is used all the same."""
+        if self._overdue.note(peer, step):
+            self._route_around(peer, "it is overdue")
+
+    def avoided(self, step: int) -> set[PeerId]:
+        """Returns the peers that get microbatches of ``step`` only if there are no others."""
+        return self.suspected | self._overdue.at(step)
 
     def look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
         """Find out whether ``peer`` is there, once at a time: after a suspicion by other peers, or the end of a
@@ -322,10 +338,6 @@ class FailureDetector:
         if self._peer.roster.mark_dead(peer, declines=True):
             self.give_up(peer, "it takes a state")
             self._peer.news.hurry()
-
-    def is_late(self, peer: PeerId) -> bool:
-        """Did ``peer`` report a late device?"""
-        return peer in self._late
 
     def clear(self, peer: PeerId) -> None:
         """End the suspicion of ``peer``."""

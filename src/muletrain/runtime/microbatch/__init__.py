@@ -1,7 +1,8 @@
 """Follows a microbatch from its trainer through all stages and back.
 
 - ``trainer``: builds the claimed microbatches, and sees them through.
-- ``dispatcher``: chooses the next peer (``Dispatcher._choose``), sends, and waits for the answer.
+- ``dispatcher``: chooses the next peer (``Dispatcher._choose``), sends, and waits for the answer. ``pending``: watches the
+  peers that owe answers.
 - ``stage_server``: admits a request, computes, sends the result on, and answers.
 - ``inflight``: one step in flight, with the ledger of this peer's accumulator.
 - ``validator``: sends held-out microbatches, and reports their loss.

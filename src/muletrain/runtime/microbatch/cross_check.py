@@ -75,7 +75,7 @@ class GradientCrossCheck:
         return first.values, True
 
     async def _begin(self, answer: Answer, length: float) -> None:
-        """Wait for another peer's first answer, while there is one to come. Ends after ``microbatch/pending.answer_of``
+        """Wait for another peer's first answer, while there is one to come. Ends after ``microbatch/dispatcher._try``
         of the other peers."""
         self._first.setdefault(answer.peer, length)
         if len(self._first) > 1:

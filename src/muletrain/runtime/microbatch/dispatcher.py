@@ -19,9 +19,8 @@ from muletrain.policy.trips import Trips
 from muletrain.policy.wiring import GAMMA, Wiring
 from muletrain.runtime.core.times import LOOK_S, PAUSE_MAX_S
 from muletrain.runtime.core.waiting import unless_done
-from muletrain.runtime.members.silence import Silence
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost
-from muletrain.runtime.microbatch.pending import Answer, Declined, Pending, Why, answer_of
+from muletrain.runtime.microbatch.pending import Answer, Debtors, Declined, Pending, Why
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
@@ -54,11 +53,9 @@ class Dispatcher:
         self._ctx, self._stage, self._survey = ctx, stage, survey
         gamma = 1.0 if ctx.plan.strategy.pooled else GAMMA  # a pool reports averages over its present clients
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"), gamma)
-        self.trips = Trips(ctx.plan.capacity, ctx.plan.stages - stage, ctx.compute.jobs.longest_s)
+        self.trips = Trips(ctx.plan.stages - stage, ctx.compute.jobs.longest_s)
         self._rooms, self._room, self._waiting = Rooms(), asyncio.Event(), 0
-        self._pending: dict[PeerId, dict[tuple[int, int, int, str], Pending]] = {}
-        """By the peer that owes the answer; peers that owe none are left out."""
-        self._silence = Silence(ctx, stage, self)
+        self._debtors = Debtors(ctx, stage, self.trips, self._is_overdue)
         self._copies = RetryBudget(COPIES * ctx.plan.capacity, COPIES_SHARE)
         ctx.detector.add_routes(self)
         self._current: set[tuple[int, bytes]] | None = None
@@ -70,7 +67,7 @@ class Dispatcher:
         if under_way is None:
             return
         self._current = {(work.step, work.lineage) for work in under_way}
-        for pending in (p for owed in self._pending.values() for p in owed.values()):
+        for pending in (p for peer in self._debtors for p in self._debtors.owed(peer).values()):
             if not self._is_current(pending.request) and not pending.reply.done():
                 pending.reply.set_result(Declined(Why.OVER))
 
@@ -81,7 +78,6 @@ class Dispatcher:
         """Take the roster's view of which peers serve the stage."""
         alive = {p: self._device_s(p) for p in self._ctx.roster.stage(self._stage)}
         self._wiring.serve(alive)
-        self.trips.serve(alive)
         self._rooms.serve(alive)
         self._room.set()
 
@@ -106,16 +102,13 @@ class Dispatcher:
 
     def on_reply(self, sender: PeerId, reply: Backward | Done | Busy | Lost, tensors: list[Encoded]) -> None:
         """Match an answer with its request. Late answers to requests that were given up, or sent elsewhere since, are
-        dropped. Raises ProtocolError for a gradient whose shape or codec differs from the request, and for an
-        unrequested or missing gradient."""
-        pending = self._pending.get(sender, {}).get(reply.key)
+        dropped. Raises ProtocolError for an unrequested or missing gradient."""
+        pending = self._debtors.owed(sender).get(reply.key)
         if pending is None or pending.reply.done():
             return
-        if isinstance(reply, Backward | Done) and isinstance(reply, Done) != (pending.shape is None):
-            raise ProtocolError(f"{reply.KIND}: {'no' if pending.shape is None else 'a'} gradient was requested")
-        if any((t.shape, t.codec) != (pending.shape, self._ctx.plan.activations) for t in tensors):
-            raise ProtocolError(f"a gradient that is not {self._ctx.plan.activations} {pending.shape}")
-        self._silence.heard(sender)
+        if isinstance(reply, Backward | Done) and isinstance(reply, Backward) != pending.gradient:
+            raise ProtocolError(f"{reply.KIND}: {'a' if pending.gradient else 'no'} gradient was requested")
+        self._debtors.heard(sender)
         if not isinstance(reply, Busy):
             self._rooms.answered(sender, took=not isinstance(reply, Lost))
         elif reply.full and sender in self._wiring.peers():
@@ -148,9 +141,8 @@ class Dispatcher:
         """
         begun_s = full_s = self._ctx.clock.now()
         # left-out peers may still compute copies, and results for comparison
-        again = {*request.without} - {*tried} if self._stage in accumulate else set()
-        again |= self._rooms.asked_last(request.step) - {*tried}
-        failed, at_it = {*tried, *again}, dict["PeerId", float]()
+        last = {*request.without} if self._stage in accumulate else set()
+        failed, at_it = {*tried}, dict["PeerId", float]()
         while True:
             if not self._is_current(request):
                 raise StageLost(f"stage {self._stage}: step {request.step} has ended")
@@ -158,25 +150,22 @@ class Dispatcher:
             at_it = {p: until_s for p, until_s in at_it.items() if until_s > now_s}
             closed = (self._rooms.full(now_s) | at_it.keys()) & {*self._wiring.peers()} - failed
             full = {p for p in closed if self._ctx.roster.is_alive(p)}
-            peer = self._choose(request, failed, full, now_s - begun_s)
+            peer = self._choose(request, failed, last, full, now_s - begun_s)
             if peer is None and full:
                 await self._until_room()
-                if self._ctx.clock.now() - full_s >= self.trips.long_s():  # a peer that claims to be full may lie
+                if self._ctx.clock.now() - full_s >= self.trips.long_s():
                     if tried:
                         raise StageLost(f"stage {self._stage}: nobody else has room for long")
-                    full_s, failed, again = self._ctx.clock.now(), self._instead_of(full), set()
-                    self._rooms.ask_last(failed, request.step)
-                    self._rooms.try_again(full, full_s)
-                continue
-            if peer is None and again:
-                failed, again = failed - again, set()
+                    for overdue in full:
+                        self._ctx.detector.note_overdue(overdue, request.step)
+                    full_s, failed = self._ctx.clock.now(), set()
                 continue
             if peer is None:
                 await self._recount(request)
                 raise StageLost(
                     f"stage {self._stage}: no live peer could take microbatch {request.step}/{request.index}"
                 )
-            pending = Pending(peer, request, tensors, frozenset({*failed - again, peer}), gradient, unfinite)
+            pending = Pending(peer, request, tensors, frozenset({*failed, peer}), gradient, unfinite)
             answer = await self._from(pending, accumulate)
             if isinstance(answer, Answer):
                 return answer
@@ -186,16 +175,17 @@ class Dispatcher:
                 now_s, most_s = self._ctx.clock.now(), max(PAUSE_MAX_S, self.trips.usual_s() / 4)
                 at_it[peer] = now_s + min(most_s, max(LOOK_S, now_s - begun_s))
                 continue
-            if answer.why is Why.UNFINITE:
-                if not unfinite and not await self._ctx.compute.offload(_finite, tensors[0]):
+            if answer.why is Why.UNFINITE and not unfinite:
+                if not await self._ctx.compute.offload(_finite, tensors[0]):
                     raise Unfinite(f"activations of microbatch {request.step}/{request.index}: not finite")
-                unfinite, again = True, again if unfinite else {*again, peer}
-            self._rerouted(peer, request, answer.reason)
-            if peer not in again:  # a banned peer could not be asked again
+                unfinite = True
+                last.add(peer)
+            else:
                 self._wiring.ban(peer)
+                failed.add(peer)
+            self._rerouted(peer, request, answer.reason)
             if answer.why is Why.DOWN:
                 self._ctx.detector.mark_down(peer, answer.reason)
-            failed.add(peer)
             accumulate = await self.missing(request, accumulate)
             full_s = self._ctx.clock.now()  # full peers were not asked during that failure
 
@@ -210,23 +200,20 @@ class Dispatcher:
         finally:
             self._waiting -= 1
 
-    def _instead_of(self, full: set[PeerId]) -> set[PeerId]:
-        """Returns the ``full`` peers that are not asked again: all, if the stage has other live peers. In a planned
-        pipeline, only the seat's peer was asked so far."""
-        return {*full} if any(self._ctx.roster.is_alive(p) for p in {*self._wiring.peers()} - full) else set()
-
-    def _choose(self, request: Attempt, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
-        """Choose the next peer: the fastest that the strategy allows. A suspected peer is chosen only if all are
-        suspected, even if we have to wait for room elsewhere. ``sim.steps.steps`` copies this for peers that never
-        fail."""
+    def _choose(
+        self, request: Attempt, failed: set[PeerId], last: set[PeerId], full: set[PeerId], waited_s: float
+    ) -> PeerId | None:
+        """Choose the next peer: the fastest that the strategy allows. A suspected or overdue peer, or one of ``last``,
+        is chosen only if all are, even if we have to wait for room elsewhere. ``sim.steps.steps`` copies this for
+        peers that never fail."""
         known = set(self._wiring.peers())
         usable = {p for p in known if self._ctx.roster.is_alive(p)} - failed
-        trusted = (usable - self._ctx.detector.suspected) or usable
+        trusted = (usable - last - self._ctx.detector.avoided(request.step)) or usable
         there = {name: p for name, p in self._ctx.roster.seated(self._stage).items() if p in trusted}
         index = request.index % self._ctx.plan.microbatches  # held-out microbatches have higher indices
         chosen = self._ctx.plan.strategy.choose(self._stage, index, there.keys())
         excluded = known - ({there[name] for name in chosen} or trusted)
-        under_way = {p: len(owed) for p, owed in self._pending.items()}
+        under_way = {p: len(self._debtors.owed(p)) for p in self._debtors}
         now_s = self._ctx.clock.now()
         return self._wiring.choose(excluded, under_way, full=full, step=request.step, now_s=now_s, waited_s=waited_s)
 
@@ -234,14 +221,13 @@ class Dispatcher:
         """Returns the answer of one peer. When the peer is suspected, another peer computes the microbatch, too, but
         accumulates nothing, here and in later stages. If the suspect lives, its accumulator has the microbatch; if not,
         that accumulator is lost anyway, and the stage runs its microbatches again. So a false alarm costs a single
-        computation, and no microbatch is ever in two accumulators. Ends after ``microbatch/pending.answer_of``, also of
-        a copy."""
+        computation, and no microbatch is ever in two accumulators. Ends after ``microbatch/dispatcher._try``, also of a
+        copy."""
         peer, request = pending.peer, pending.request
-        if request.key in self._pending.get(peer, {}):
+        if request.key in self._debtors.owed(peer):
             what = f"microbatch {request.step}/{request.index} attempt {request.attempt}"
             raise ProtocolError(f"{what} is already under way")
-        self._silence.expect(peer)
-        self._pending.setdefault(peer, {})[request.key] = pending
+        self._debtors.add(pending)
         try:
             got = await self._try(pending, accumulate)
             if isinstance(got, Declined) and pending.copy is not None:
@@ -249,35 +235,28 @@ class Dispatcher:
                 return got if pending.copy.exception() else pending.copy.result()
             return got
         finally:
-            del self._pending[peer][request.key]
-            if not self._pending[peer]:
-                del self._pending[peer]
+            self._debtors.remove(pending)
             if pending.copy is not None:
                 pending.copy.cancel()
                 await asyncio.wait({pending.copy})
 
     def expects_another_than(self, peer: PeerId) -> bool:
         """Does another, unsuspected peer owe a gradient?"""
-        trusted = self._pending.keys() - {peer, *self._ctx.detector.suspected}
-        return any(owed.gradient for p in trusted for owed in self._pending[p].values())
+        trusted = {*self._debtors} - {peer, *self._ctx.detector.suspected}
+        return any(owed.gradient for p in trusted for owed in self._debtors.owed(p).values())
 
-    def owed(self, peer: PeerId) -> Attempt | None:
-        """See ``members.silence.Creditor``."""
-        return next((pending.request for pending in self._pending.get(peer, {}).values()), None)
-
-    def on_suspected(self, peer: PeerId) -> None:
+    def on_suspected(self, peer: PeerId, why: str) -> None:
         """See ``members.detector.Routes``."""
-        if peer in self._pending:
-            self._ctx.spawn(self._have_copied(peer), f"copies for {peer[-6:]}")
+        if self._debtors.owed(peer):
+            self._ctx.spawn(self._have_copied(peer, why), f"copies for {peer[-6:]}")
 
-    async def _have_copied(self, peer: PeerId) -> None:
+    async def _have_copied(self, peer: PeerId, why: str) -> None:
         """Let other peers compute the microbatches owed by ``peer``, oldest first, as fast as these peers can: most
-        suspects are soon heard again. Ends after ``microbatch/pending.answer_of`` of what the peer owes."""
-        while peer in self._ctx.detector.suspected:
-            others = set(self._wiring.peers()) - self._ctx.detector.suspected
-            owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())
-            why = "its device is late" if self._ctx.detector.is_late(peer) else "it is silent"
-            if (pending := next(owed, None)) is None or not others or not self._have_one_copied(pending, why):
+        suspects are soon heard again. Ends after ``microbatch/dispatcher._try`` of what the peer owes."""
+        while owed := [p for p in self._debtors.owed(peer).values() if p.copy is None and not p.reply.done()]:
+            avoided = self._ctx.detector.avoided(owed[0].request.step)
+            others = set(self._wiring.peers()) - avoided
+            if peer not in avoided or not others or not self._have_one_copied(owed[0], why):
                 return
             await self._ctx.clock.sleep(1 / sum(1 / self._wiring.expected_s(p) for p in others))
 
@@ -310,7 +289,9 @@ class Dispatcher:
         self.refresh()
 
     async def _try(self, pending: Pending, accumulate: tuple[int, ...]) -> Answer | Declined:
-        """Send to one peer, then wait for the peer's work."""
+        """Send to one peer, then wait for the peer's work. Ends after ``microbatch/stage_server._compute_forward`` and
+        ``microbatch/stage_server._encode_gradient`` at this stage and later ones, or earlier if the request is
+        overdue."""
         clock, peer, request = self._ctx.clock, pending.peer, pending.request
         message = Forward(
             **request.identity(),
@@ -318,7 +299,6 @@ class Dispatcher:
             stage=self._stage,
             accumulate=accumulate,
             gradient=pending.gradient,
-            deadline_s=self.trips.deadline_s(),
             unfinite=pending.unfinite,
             more=self._waiting > 0,
         )
@@ -328,8 +308,8 @@ class Dispatcher:
             with self._ctx.detector.awaiting(peer, pending.reply):
                 # a frozen receiver takes no more than its buffers hold
                 await unless_done(pending.reply, self._ctx.send(peer, message, list(pending.tensors)))
-                what = f"microbatch {request.step}/{request.index} at stage {self._stage}"
-                got = await answer_of(pending, self._ctx, self.trips, self._held_for_long, what)
+                self._debtors.sent(pending)
+                got = await pending.reply
         except (PeerUnreachable, DeadlineExceeded) as e:
             return Declined(Why.DOWN, e.why)
         if isinstance(got, Answer | Declined):
@@ -342,26 +322,26 @@ class Dispatcher:
         took = clock.now() - begin
         if request.index < self._ctx.plan.microbatches:  # held-out microbatches take different times
             self._copies.succeeded()
-            busy_s, way_s = self.trips.measured(peer, took, reply.busy_s, reply.away_s)
+            busy_s, way_s = self.trips.measured(took, reply.busy_s, reply.away_s)
             self._wiring.measured(peer, busy_s, way_s, clock.now())
         return Answer(peer, reply.loss, answer[0] if answer else None, pending.unfinite, took)
 
     def on_broken(self, peer: PeerId) -> None:
         """A stream with ``peer`` ended, and its messages are lost."""
-        for pending in self._pending.get(peer, {}).values():
-            if not pending.broke.done():
-                pending.broke.set_result(None)
+        self._debtors.broken(peer)
 
-    def _held_for_long(self, pending: Pending, waited_s: float) -> bool:
-        """Let another peer compute a copy of a long ``pending`` request, because reports by its peer may be lies.
-        Returns True if no copy is possible although the stage has other peers: then give the request up, and try
-        anew."""
+    def _is_overdue(self, pending: Pending) -> bool:
+        """Route around the peer of an overdue ``pending`` request, and let another peer compute a copy. Returns True if
+        no copy is possible although the stage has other peers: then give the request up, and try anew. Before any
+        measurement all peers may be slow, so nothing is given up."""
         alone = self._ctx.roster.stage(self._stage) == (pending.peer,)
-        if alone or pending.copy is not None or not self.trips.is_long(waited_s):
+        if alone or pending.copy is not None or self._ctx.clock.now() - pending.sent_s < self.trips.long_s():
             return False
-        self._wiring.takes_at_least(pending.peer, waited_s)
-        others = set(self._wiring.peers()) - pending.tried - self._ctx.detector.suspected
-        return not (others and self._have_one_copied(pending, "it has had it for long"))
+        detector, step = self._ctx.detector, pending.request.step
+        detector.note_overdue(pending.peer, step)
+        others = set(self._wiring.peers()) - pending.tried - detector.avoided(step)
+        copied = others and self._have_one_copied(pending, "it is overdue")
+        return self.trips.known and not copied
 
     def _rerouted(self, peer: PeerId, request: Attempt, reason: str) -> None:
         reason = f"{self._ctx.roster.name(peer)}: {reason}"

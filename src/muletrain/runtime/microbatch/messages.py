@@ -42,7 +42,6 @@ class Forward(Attempt):
     stage: Natural
     accumulate: Annotated[tuple[Natural, ...], Field(max_length=4096), FailFast()]
     gradient: bool
-    deadline_s: Seconds
     unfinite: bool = False
     more: bool = False
 

@@ -19,7 +19,6 @@ from muletrain.compute.slot import Turn
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import MicrobatchServed, MicrobatchTaken
 from muletrain.model.loss import positions_in
-from muletrain.policy.deadline import CEILING_S, Usual
 from muletrain.policy.rooms import Turns
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.dispatcher import Unfinite
@@ -46,10 +45,6 @@ if TYPE_CHECKING:
 
 BACKWARD, FORWARD = 0, 1
 """Priorities on the compute slot; the strategy may swap both."""
-PATIENCE = 64
-"""A request is abandoned after this many deadlines of its sender, or as many usual service times here, so that no place
-in the queue is held for ever. Beside GPUs that answer within a second, a CPU may need a minute for each held
-request."""
 
 
 @dataclass
@@ -116,8 +111,6 @@ class StageServer:
 
     def __post_init__(self) -> None:
         self._cross_check = None if self.dispatcher is None else GradientCrossCheck(self.ctx, self.dispatcher)
-        self._usual = Usual(unmeasured_s=CEILING_S, floor_s=0.0, times=1.0)
-        """Service time of a microbatch here."""
         self._turns = Turns[Forward](self.ctx.plan.capacity)
         order = self.ctx.plan.strategy.order(self.ctx.roster.own.stage, self.ctx.roster.own.name)
         self._forward, self._backward = (FORWARD, BACKWARD) if order.backward_first else (BACKWARD, FORWARD)
@@ -190,9 +183,7 @@ class StageServer:
 
     async def _serve(self, job: _Job, tensors: list[Encoded]) -> None:
         try:
-            what = f"microbatch {job.message.step}/{job.message.index} at stage {job.message.stage}"
-            limit = PATIENCE * max(job.message.deadline_s, self._usual.seconds())
-            loss, gradient = await self.ctx.clock.deadline(self._work(job, tensors), limit, what)
+            loss, gradient = await self._work(job, tensors)
         except MuletrainError as e:  # the sender still holds the activations, and chooses another peer
             if isinstance(e, ProtocolError):
                 self.ctx.refused(job.sender, f"{job.message.KIND}: {e}")
@@ -374,7 +365,6 @@ class StageServer:
         if job.heldout:  # a forward alone
             return
         self.ctx.meter.stats.services.append(job.computed_s + took)
-        self._usual.measured(job.computed_s + took)
         job.work.accumulated += accumulation.granted
         job.work.recomputed += not accumulation.granted
 

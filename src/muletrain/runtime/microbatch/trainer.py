@@ -33,14 +33,6 @@ if TYPE_CHECKING:
 
 MAX_TRIES = 60
 """Tries of one microbatch before the trainer gives up with an error: 20 minutes of pauses."""
-MOST_HELD_BACK = 3
-"""Number of consecutive late checks that find peers at work, after which microbatches of live trainers pass on all the
-same."""
-DOUBTED_TURN = 2
-"""Requests of a replica without effect before a trainer, too, ignores the peers that the replica does not count on."""
-MOST_AGAIN = 3
-"""Checks of a microbatch in one repair: repeated requests may be lies, and our report that all microbatches are through
-waits for repairs."""
 MOST_ASKED = 4
 """Most peers of a stage to probe for their absence: a partition may take hundreds at once."""
 
@@ -76,8 +68,8 @@ class Trainer:
         self._turn = 0
         """Number of times that we moved on to the next trainer in line (``claimant``), because microbatches were
         missing and no peer was at work."""
-        self._held_back, self._held_back_at = 0, 0.0
-        """Consecutive times that we did not move on, because peers were at work; and the first such time [s]."""
+        self._held_back_at: float | None = None
+        """When we first did not move on, because peers were at work [s]."""
         self._passed = False
         """Microbatches that we have not given out yet may have passed to other trainers likewise."""
         self._absences = ctx.meter.absences
@@ -88,10 +80,9 @@ class Trainer:
         """Stages with a peer that was silent, but may come back, when we took microbatches over."""
         self._refilling: set[tuple[int, int]] = set()
         """(stage, microbatch) of reruns in progress."""
-        self._lacking: defaultdict[int, dict[int, tuple[PeerId, ...]]] = defaultdict(dict)
-        """By microbatch: the stages that lack it since its rerun began, if any, with the doubted peers. One rerun is for
-        all of them. A stage of the present rerun may ask again: a replica may have dropped the microbatch since our
-        question."""
+        self._lacking: defaultdict[int, set[int]] = defaultdict(set)
+        """By microbatch: the stages that lack it since its rerun began, if any. One rerun is for all of them. A stage of
+        the present rerun may ask again: a replica may have dropped the microbatch since our question."""
         self._begun: dict[int, bool] = {}
         """Microbatches that were given out, and whether each is through."""
         self._perhaps_lost: defaultdict[int, set[int]] = defaultdict(set)
@@ -100,8 +91,6 @@ class Trainer:
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._without: defaultdict[int, dict[PeerId, tuple[PeerId, ...]]] = defaultdict(dict)
         """By stage: the peers that each replica does not count on, by the replica's last message."""
-        self._believed: set[tuple[PeerId, int]] = set()
-        """Replicas that were believed once (``_doubted``), each with the microbatch in question."""
         self._gaps = 0
         """Number of gaps received."""
         self._counted: dict[int, tuple[tuple[int, int], Counter[PeerId]]] = {}
@@ -143,10 +132,9 @@ class Trainer:
         theirs = self._claims(self._work.missing(), turn)
         current = await self._survey.everyone(self._lineage, self._step) if theirs else {}
         at_work = any(progress.in_flight or progress.answering for progress in current.values())
-        self._held_back, now = self._held_back + 1 if at_work else 0, self._ctx.clock.now()
-        self._held_back_at = now if self._held_back <= 1 else self._held_back_at
-        for_long = now - self._held_back_at >= self._dispatcher.trips.long_s()
-        if self._held_back and not (self._held_back >= MOST_HELD_BACK and for_long):  # after long, reports may be lies
+        now = self._ctx.clock.now()
+        self._held_back_at = (self._held_back_at or now) if at_work else None
+        if self._held_back_at is not None and now - self._held_back_at < self._dispatcher.trips.long_s():
             return
         self._turn = turn
         if theirs := self._claims(self._work.missing(), turn):
@@ -168,8 +156,7 @@ class Trainer:
             mine = [i for i in mine if self._begun.get(i)]
         new = [i for i in mine if i not in self._lacking]
         for i in mine:
-            before = self._lacking[i].get(gap.stage, ())  # each replica is believed once: its word must not be lost
-            self._lacking[i][gap.stage] = (*before, *self._doubted(sender, gap, i))
+            self._lacking[i].add(gap.stage)
         repairs = [asyncio.create_task(self.refill(i)) for i in new]
         self._repairs.update(repairs)
         for repair in repairs:
@@ -180,28 +167,16 @@ class Trainer:
             for repair in repairs:  # one failure ends all repairs
                 repair.cancel()
 
-    def _doubted(self, sender: PeerId, gap: Gap, index: int) -> tuple[PeerId, ...]:
-        """Returns the peers that ``sender`` does not count on, if ``sender`` has asked for long: two replicas may each
-        wait for microbatches of the other. Once for each microbatch, since ``sender`` may lie."""
-        replica = self._ctx.roster.member(sender).stage == gap.stage
-        if not replica or gap.turn < DOUBTED_TURN or (sender, index) in self._believed:
-            return ()
-        self._believed.add((sender, index))
-        return gap.without
-
     async def refill(self, index: int) -> None:
         """Run a microbatch again for the stages that lack it (``_lacking``), then for stages that asked meanwhile. All
         stages of a deep fleet may lack the microbatch, and one rerun for each would take as many times as long."""
-        times = Counter[int]()
         try:
-            while lacking := {s: d for s, d in self._lacking[index].items() if times[s] < MOST_AGAIN}:
-                self._lacking[index], stages = {}, tuple(sorted(lacking))
-                times.update(stages)
+            while stages := tuple(sorted(self._lacking[index])):
+                self._lacking[index].clear()
                 self._refilling.update((stage, index) for stage in stages)
-                doubted = tuple(sorted({peer for peers in lacking.values() for peer in peers}))
-                missing, _loss = await self._still_missing(index, stages, doubted)
+                missing, _loss = await self._still_missing(index, stages)
                 if missing:
-                    await self.see_through(index, missing, doubted=doubted, asked=True)
+                    await self.see_through(index, missing, asked=True)
                     self._begun[index] = True
                 self._refilling.difference_update((stage, index) for stage in stages)
         finally:
@@ -252,7 +227,7 @@ class Trainer:
         self._begun[index] = True
         if lost := self._perhaps_lost.pop(index, set()):
             under_way = index in self._lacking
-            self._lacking[index] |= dict.fromkeys(lost, ())
+            self._lacking[index] |= lost
             if not under_way:
                 await self.refill(index)
         return loss
@@ -264,10 +239,9 @@ class Trainer:
         *,
         retry: bool = False,
         asked: bool = False,
-        doubted: tuple[PeerId, ...] = (),
     ) -> float:
         """Try one microbatch until success. Returns the loss [nats/token]. ``retry``: some peer may already have the
-        microbatch; ``asked``: no peer has the microbatch; ``doubted``: see ``refill``."""
+        microbatch; ``asked``: no peer has the microbatch."""
         loss: float | None = None
         async with self._windows[self._ctx.plan.strategy.lane(index)]:
             self._begun.setdefault(index, False)
@@ -287,7 +261,7 @@ class Trainer:
                     index=index,
                     attempt=next(self._attempts[index]),
                     trainer=self._ctx.net.peer_id,
-                    without=doubted or self._left_out(accumulate),  # doubted peers may in turn leave out the doubter
+                    without=self._left_out(accumulate),
                 )
                 self._work.given.add(index)
                 try:
@@ -295,7 +269,7 @@ class Trainer:
                 except StageLost:  # the stage's peers may be at the previous step, or dead without our knowledge
                     self._work.given.discard(index)
                     await self._ctx.clock.sleep(pause_s(tries))
-                    accumulate, loss = await self._still_missing(index, accumulate, doubted)
+                    accumulate, loss = await self._still_missing(index, accumulate)
                     self._dispatcher.refresh()
                 finally:
                     self._work.given.discard(index)
@@ -304,18 +278,14 @@ class Trainer:
         )
 
     async def _still_missing(
-        self, index: int, stages: tuple[int, ...], doubted: tuple[PeerId, ...] = (), *, passed_on: bool = False
+        self, index: int, stages: tuple[int, ...], *, passed_on: bool = False
     ) -> tuple[tuple[int, ...], float | None]:
         """See ``Survey.still_missing``. ``passed_on``: another trainer may have given the microbatch out, and may see
         it through."""
         trips, silent = self._dispatcher.trips, self._silent if passed_on else ()
         patience_s = trips.long_s if passed_on else trips.usual_s
-
-        def ignored(peer: PeerId) -> bool:
-            return peer in doubted or self._ignored(peer)
-
         return await self._survey.still_missing(
-            self._lineage, self._step, index, stages, patience_s, ignored, silent=silent, given=passed_on
+            self._lineage, self._step, index, stages, patience_s, self._ignored, silent=silent, given=passed_on
         )
 
     def _down(self) -> set[PeerId]:

@@ -183,14 +183,14 @@ class Peer:
         have begun the first step."""
         at, sure = self.position, False
         while not self._life.done:
-            step = at.step
+            step, absences = at.step, self._ctx.meter.absences
             try:
                 if self._incoming.passed_by() or returned:
                     await self.runner.meet(sure=sure)
                 self._microbatches.begin(at.work, retry=returned)
                 await self._incoming.redeliver()
                 record = await self.runner.run()
-                returned = False
+                returned = absences != self._ctx.meter.absences  # others may have begun the next step without us
                 self._arrival.caught_up()
             except Behind as e:
                 self._microbatches.end(step)

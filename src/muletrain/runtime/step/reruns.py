@@ -78,7 +78,7 @@ class Reruns:
 
     async def drained(self, work: InFlightStep | None = None) -> None:
         """Wait until no microbatch of the step (or of ``work``) is being accumulated, however long our device works on
-        earlier microbatches. Ends after ``microbatch/pending.answer_of``."""
+        earlier microbatches. Ends after ``microbatch/dispatcher._try``."""
         ledger, ctx = self._ledger if work is None else work.ledger, self._ctx
 
         async def look() -> None:
@@ -131,21 +131,20 @@ class Reruns:
         which asks again."""
         ctx, state = self._ctx, self._state
         assert state.announced is not None  # the gaps follow from our seal
-        told, asked_s = frozenset[int](), -math.inf
+        told, asked_s, known = frozenset[int](), -math.inf, frozenset[str]()
         for turn in itertools.count():
             ctx.news.changed.clear()
             with_us, now_s = {*self._company.members()} - {*left_out}, ctx.clock.now()
-            if now_s - asked_s >= max(AGAIN_S, OF_WAIT * (now_s - begin)):
-                replicas = tuple(filter(ctx.roster.is_alive, ctx.roster.replicas()))
-                some = ctx.roster.spread(MAX_ASKED, turn, replicas)
-                asked_s, answers = now_s, await ctx.detector.ask_all(some, state.lineage, state.step)
+            live = frozenset(filter(ctx.roster.is_alive, ctx.roster.replicas()))
+            if not live <= known or now_s - asked_s >= max(AGAIN_S, OF_WAIT * (now_s - begin)):
+                asked_s, known = now_s, live  # one that is back may hold the gaps
+                asked = (*ctx.roster.spread(MAX_ASKED, turn, tuple(sorted(live))), *self._down())
+                answers = await ctx.detector.ask_all(asked, state.lineage, state.step)
                 await self._follow(answers)
                 state.filled.update((p, frozenset(row.accumulated)) for p, row in answers.items() if row.current)
             if own := (gaps & self._ledger.accumulated) - told:
                 told |= own
-                self._exchange.state(
-                    tuple(filter(ctx.roster.is_alive, ctx.roster.replicas())), filled=tuple(sorted(told))
-                )
+                self._exchange.state(tuple(sorted(live)), filled=tuple(sorted(told)))
             claims = {p: gaps & state.filled.get(p, frozenset()) for p in with_us}
             filled = told.union(*claims.values())
             if len(filled) > self._filled_most:
