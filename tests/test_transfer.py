@@ -18,7 +18,6 @@ from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.averaging.mean_gradient import fetch_gradient
-from muletrain.runtime.averaging.messages import AskGradient
 from muletrain.runtime.core import blocks as transfer
 from muletrain.runtime.core.blocks import AskBlocks, Block, Blocks, Manifest, PartialDownload, StateImage, _Expected
 from muletrain.runtime.transfer import donor as snapshot
@@ -347,7 +346,7 @@ def test_a_gradient_in_other_pieces_than_it_has_is_refused() -> None:
             async def past(sender: str, payload: bytes, packed: bytes = manifest.pack()) -> bytes:
                 return packed
 
-            stage.networks["a"].serve(AskGradient.KIND, past)
+            stage.networks["a"].serve(AskBlocks.KIND, past)
             assert await fetch_gradient(stage.contexts["t"], stage.receiver.taker, entry, ["a"]) is None
             assert not stage.contexts["t"].roster.is_alive("a")
             stage.contexts["t"].roster.mark_alive("a")
