@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from muletrain.config.schema import Codec
+from muletrain.errors import NetworkError
 from muletrain.optim.sketch import SIZE, packed
 from muletrain.policy.passes import LAST, Pass
+from muletrain.runtime.core.blocks import BLOCK, RUN, AskBlocks, Block, StateImage
+from muletrain.runtime.core.times import GONE_S
 from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.messages import Answer, Chunk, GetWeights, Give, Next, Result
-from muletrain.wire.codec import encode
+from muletrain.runtime.pool.messages import Answer, Give, Next, Result, Wanted
+from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:
     from muletrain.network.base import CallHandler, PeerId
     from muletrain.network.memory import MemoryNetwork
-    from muletrain.runtime.core.messages import Message
     from muletrain.wire.codec import Encoded
     from muletrain.wire.frame import Frame
 
 CLIENT_LIES = ("silent", "anew", "downloads", "hurry", "twice", "others", "slow")
 """A client brings back no result; and begins anew after ``ANEW_S``; it asks for the weights each ``OFTEN_S``; it announces
 gradients of zero at once, as if it were very fast; it brings back each result twice; it lists other parts than are in its
-accumulator; it needs ``SLOW_S`` for each chunk of that."""
+accumulator; it needs ``SLOW_S`` for each block of that."""
 SERVER_LIES = ("idle", "hoards", "much", "weights", "digest")
 """A server says that its clients do nothing; and gives them nothing; it gives forwards whose backwards never come; it
 gives wrong weights; it says that it has others than it has."""
@@ -55,13 +56,18 @@ class LyingClient(Client):
         for _ in range({"silent": 0, "twice": 2}.get(self.how, 1)):
             await super()._try_to_send(message, tensors)
 
-    async def _send(self, message: Message, tensors: list[Encoded] | None = None) -> None:
-        if isinstance(message, Chunk):
-            if self.how == "slow":
-                await self._clock.sleep(SLOW_S)
-            if self.how == "others" and message.givings:
-                message = message.model_copy(update={"givings": (*message.givings[1:], message.givings[-1] + 1000)})
-        await super()._send(message, tensors)
+    async def _hand_over(self, wanted: Wanted) -> StateImage:
+        copy = await super()._hand_over(wanted)
+        if self.how == "others":
+            givings, gradient = copy.tensors
+            copy = StateImage({"givings": givings.roll(1) + 1000, "gradient": gradient}, copy.channel)
+            await copy.name(self._compute.offload)
+        return copy
+
+    async def _given_copy(self, taker: PeerId, name: bytes) -> StateImage | None:
+        if self.how == "slow":
+            await self._clock.sleep(SLOW_S)
+        return await super()._given_copy(taker, name)
 
     async def _call(self, session: int) -> None:
         asks = self._tasks.spawn(self._ask_often(), "downloads")
@@ -74,9 +80,11 @@ class LyingClient(Client):
         while True:
             await self._clock.sleep(OFTEN_S)
             if self.how == "downloads" and self._wanted is not None:
-                ask = GetWeights(weights=self._wanted, chunks=tuple(range(1000)))
+                count = -(-4 * self._compute.n_params // BLOCK)
+                ask = AskBlocks(digest=self._wanted, blocks=tuple(range(min(RUN, count)))).pack()
                 for server in self._servers.known:
-                    await self._weights._send(server, ask)
+                    with contextlib.suppress(NetworkError):
+                        await self._net.call(server, AskBlocks.KIND, ask, timeout_s=GONE_S)
 
 
 class LyingServer:
@@ -107,6 +115,6 @@ class LyingServer:
                 more = {"number": message.number + 10**9 * k, "index": message.index + 10**6 * k}
                 lie = message.model_copy(update=more)
                 await self._network.send(peer, lie.frame(frame.tensors), **how)
-        if self.how == "weights" and isinstance(message, Chunk) and message.weights is not None:
-            frame = message.frame([encode(torch.zeros(frame.tensors[0].shape), Codec.FP32)])
+        if self.how == "weights" and isinstance(message, Block) and peer.startswith("client"):
+            frame = message.frame([encode_raw(bytes(frame.tensors[0].shape[0]))])
         return await self._network.send(peer, frame, **how)

@@ -22,7 +22,7 @@ from muletrain.policy.fork_choice import Chain
 from muletrain.policy.shards import CHUNK
 from muletrain.runtime.averaging.averager import Averager, contents
 from muletrain.runtime.averaging.mean_gradient import MeanGradient, fetch_gradient
-from muletrain.runtime.averaging.messages import AskGradient, Reduced, Shard
+from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.averaging.rounds import Attendance, Round, RoundFailed, usual_round
 from muletrain.runtime.core.blocks import AskBlocks
 from muletrain.runtime.core.plan import Plan
@@ -85,18 +85,16 @@ def members(hub: MemoryHub, codec: Codec) -> dict[str, tuple[Context, Averager]]
 def gives(ctx: Context, gradient: MeanGradient, after_s: float = 0.0) -> None:
     """The peer of ``ctx`` holds ``gradient``, and each run of its blocks comes ``after_s`` seconds after the question."""
 
-    async def manifest(sender: str, payload: bytes) -> bytes:
-        assert AskGradient.unpack(payload).round == gradient.entry.round
-        return (await gradient.image(ctx)).manifest
-
     async def blocks(sender: str, payload: bytes) -> bytes:
+        ask, image = AskBlocks.unpack(payload), await gradient.image(ctx)
+        if not ask.blocks:
+            assert ask.digest == gradient.entry.round
+            return image.manifest
         await asyncio.sleep(after_s)
-        image = await gradient.image(ctx)
-        for block in AskBlocks.unpack(payload).blocks:
+        for block in ask.blocks:
             ctx.spawn(image.send(ctx.blocks, sender, block), "blocks")
         return b""
 
-    ctx.net.serve(AskGradient.KIND, manifest)
     ctx.net.serve(AskBlocks.KIND, blocks)
 
 

@@ -10,7 +10,7 @@ import pytest
 from muletrain.clock import LoopClock
 from muletrain.errors import DeadlineExceeded
 from muletrain.network.memory import MemoryNetwork
-from muletrain.runtime.averaging.messages import AskGradient, Reduced, Shard
+from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.core.blocks import AskBlocks
 from proofs.play import play
 from proofs.scenario import Scenario
@@ -36,7 +36,7 @@ def swallowed(monkeypatch: pytest.MonkeyPatch, lost: Callable[[str, str], bool])
         return await send(net, peer, frame, **how)
 
     async def calls(net: MemoryNetwork, peer: str, method: str, payload: bytes, *, timeout_s: float) -> bytes:
-        if method in (AskGradient.KIND, AskBlocks.KIND) and lost(peer, net.peer_id):
+        if method == AskBlocks.KIND and lost(peer, net.peer_id):
             await LoopClock().sleep(timeout_s)
             raise DeadlineExceeded("no answer came")
         return await call(net, peer, method, payload, timeout_s=timeout_s)

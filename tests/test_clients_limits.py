@@ -21,6 +21,7 @@ from muletrain.policy.passes import Part, Pass
 from muletrain.runs.client import Help, Helping
 from muletrain.runs.measure.machine import Machine
 from muletrain.runs.spec import WorkerSpec
+from muletrain.runtime.core.blocks import Blocks
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.pool.checks import LEAST, Checks
 from muletrain.runtime.pool.client import PATIENCE_S, Client
@@ -60,12 +61,13 @@ def server_in(hub: MemoryHub, emit: Any, tasks: Tasks) -> Clients:
         inner=None,
         pool=pool,
         plan=SimpleNamespace(chunk=1),
-        accumulators=SimpleNamespace(each_s=0.0, wanted=lambda client, handed: ()),
+        accumulators=SimpleNamespace(each_s=0.0, wanted=lambda client: (), begun=lambda client, handed: None),
         verdicts=lambda client, ask: ((), ()),
         feed=lambda: None,
     )
     desk.lose = lambda who, why: clients.gone(who, why, 0)
-    clients = Clients(desk, net, LoopClock(), tasks, SimpleNamespace(stage=lambda s: ("server",)), CONFIG, emit)  # type: ignore[arg-type]
+    blocks, servers = Blocks(net, LoopClock(), tasks), SimpleNamespace(stage=lambda s: ("server",))
+    clients = Clients(desk, blocks, tasks, servers, CONFIG, emit)  # type: ignore[arg-type]
     clients._digest, clients._version = bytes(32), 1
     return clients
 
@@ -100,7 +102,7 @@ def test_a_client_between_two_servers_hears_at_once_that_the_run_has_ended() -> 
         hub, tasks, clock = MemoryHub(), Tasks(), LoopClock()
         server = server_in(hub, lambda event: None, tasks)
         compute: Any = SimpleNamespace(
-            stage=0, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None, room=room
+            stage=0, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None, room=room, offload=None
         )
         plan: Any = SimpleNamespace(chunk=1, microbatches=1, verify=0.0, capacity=1)
         client = Client(hub.join("client"), clock, Tasks(), compute, plan, CONFIG, "c", ("server",))
@@ -128,7 +130,7 @@ def test_a_client_between_two_stages_hears_at_once_that_the_run_has_ended() -> N
         await net.call("server", Next.KIND, first, timeout_s=1)
         server._desk.lose("client", "it leaves for another stage")  # type: ignore[attr-defined]
         compute: Any = SimpleNamespace(
-            stage=1, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None, room=room
+            stage=1, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None, room=room, offload=None
         )
         plan: Any = SimpleNamespace(chunk=1, microbatches=1, verify=0.0, capacity=1)
         client = Client(net, clock, Tasks(), compute, plan, CONFIG, "c", ("gone",), others=("server",))
@@ -153,7 +155,7 @@ def test_an_orderly_end_is_no_refusal(ends: str) -> None:
         for each in (server._net, net):
             each.on_refusal(lambda who, why: refused.append(why))
         compute: Any = SimpleNamespace(
-            stage=0, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None, room=room
+            stage=0, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None, room=room, offload=None
         )
         plan: Any = SimpleNamespace(chunk=1, microbatches=1, verify=0.0, capacity=1)
         client = Client(net, LoopClock(), tasks, compute, plan, CONFIG, "c", ("server",))
@@ -192,7 +194,9 @@ def test_who_changes_its_stage_hears_that_the_run_ends_meanwhile(stopped: bool, 
             elif stage == 1:
                 await server.end(over=True)
                 await asyncio.sleep(1.0)
-            return SimpleNamespace(stage=stage, parts=1, n_params=1, n_trained=1, delayed=False, close=lambda: None)
+            return SimpleNamespace(
+                stage=stage, parts=1, n_params=1, n_trained=1, delayed=False, close=lambda: None, offload=None
+            )
 
         host.build_client = made  # type: ignore[assignment, method-assign]
         help = Help(facts, net, Machine(torch.device("cpu"), Precision.FP32, Offer(1)), "server", None)
@@ -226,7 +230,7 @@ def test_a_loss_that_is_not_believed_is_computed_again_and_counts_for_nothing() 
         hub, clock, tasks, claimed = MemoryHub(), LoopClock(), Tasks(), list[float]()
         servers: Any = SimpleNamespace(stage=lambda stage: ("server",))
         own, net, rng = reference.stage_compute(facts, 0), hub.join("server"), random.Random(1)
-        desk = PartsDesk(own, net, clock, tasks, facts.plan, servers, CONFIG, lambda event: None, rng)
+        desk = PartsDesk(own, Blocks(net, clock, tasks), tasks, facts.plan, servers, CONFIG, lambda event: None, rng)
         server, compute = PooledCompute(desk), reference.client_compute(facts, 0)
         await server.digest()
         right = compute.loss_backward

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from blake3 import blake3
 
 from muletrain.config.schema import RunConfig
-from muletrain.errors import Refused
+from muletrain.errors import ProtocolError, Refused
 from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.join import messages as join
 from muletrain.runs.join.client import JoinClient
-from muletrain.runtime.averaging.messages import AskGradient
 from muletrain.runtime.checkpoint.messages import part_name
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.blocks import AskBlocks
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.messages import Message
+from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.messages import Acquaintances, Introduce, Member
 from muletrain.runtime.peer.messages import Presence
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.recovery.messages import AskStanding, StandsAt, StepBack
+from muletrain.runtime.step.exchange import Answers
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.transfer.messages import AskSnapshot, Snapshot
 
@@ -112,10 +114,7 @@ def test_the_state_and_gradients_of_a_stage_are_for_its_replicas(tmp_path: Path)
         for thief in (target.others["first"], stranger):
             await refused(thief, target.name, AskBlocks(digest=offer.digest), "not kept for you")
             await refused(thief, target.name, AskBlocks(digest=offer.digest, blocks=(0,)), "not kept for you")
-        for thief, said in ((target.others["first"], "for replicas of its stage"), (stranger, "not a member")):
-            await refused(thief, target.name, AskGradient(round=bytes(32)), said)
         assert await asked(target.others["last"], target.name, AskBlocks(digest=offer.digest))
-        assert await asked(target.others["last"], target.name, AskGradient(round=bytes(32))) == b""
         target.running.cancel()
         await asyncio.gather(target.running, return_exceptions=True)
 
@@ -228,11 +227,20 @@ def test_the_gradient_of_a_step_that_lies_back_is_for_replicas_alone() -> None:
         for step in range(2):
             own.add(*step_of(step))
         await asyncio.sleep(0.1)
-        digest = blake3(await own.manifest("b", bytes(32), None)).digest()
-        copy = await own._given("b", digest)
+        state: Any = SimpleNamespace(gradient=None, other=None, builder=SimpleNamespace(tied=()))
+        answers = Answers(ctx, SimpleNamespace(state=state), own, Membership(ctx))  # type: ignore[arg-type]
+        copy = await answers._given("b", bytes(32))
         assert copy is not None
-        assert copy.digest == digest
-        assert await own._given("stranger", digest) is None
+        for name in (bytes(32), copy.digest):
+            assert await answers._given("b", name) is copy
+            with pytest.raises(ProtocolError, match="not a member"):
+                await answers._given("stranger", name)
+        assert await answers._given("stranger", bytes(31) + b"1") is None, "perhaps a copy of another room"
+        member: Any = SimpleNamespace(own=SimpleNamespace(stage=1), knows=ctx.roster.knows, member=ctx.roster.member)
+        elsewhere: Any = SimpleNamespace(roster=member, blocks=ctx.blocks)
+        served: Any = SimpleNamespace(serves=answers._membership.serves)
+        other_stage = Answers(elsewhere, SimpleNamespace(state=state), own, served)  # type: ignore[arg-type]
+        assert await other_stage._given("b", copy.digest) is None
         await ctx.tasks.close()
 
     asyncio.run(scenario())

@@ -38,8 +38,8 @@ def world(*faults: Fault, steps: int = 3, clients: tuple[str, ...] = CLIENTS, se
 FAULTS = {
     "none": (),
     "all clients of a stage die at once": tuple(Fault(0.5, "kill", (c,)) for c in CLIENTS[:3]),
-    "a client dies as it hands over": (Fault(0.0, "kill", ("client-0a",), on="hub.chunk"),),
-    "a damaged accumulator": (Fault(0.0, "damage", ("client-0b",), on="hub.chunk"),),
+    "a client dies as it hands over": (Fault(0.0, "kill", ("client-0a",), on="block"),),
+    "a damaged accumulator": (Fault(0.0, "damage", ("client-0b",), on="block"),),
     "a damaged result": (Fault(0.0, "damage", ("client-0b",), on="hub.result", nth=2),),
     "one stands still and is back": (Fault(0.3, "freeze", ("client-1b",), 40.0),),
     "one is cut off and is back": (Fault(0.6, "cut", ("client-1b",), 25.0),),
@@ -47,7 +47,7 @@ FAULTS = {
     "one is five times slower": (Fault(0.2, "slow", ("client-1a",), 100.0),),
     "one comes": (Fault(0.7, "join", ("client-1j1",)),),
     "a server dies": (Fault(0.5, "kill", ("peer-0b",)),),
-    "a server dies while clients take its weights": (Fault(0.0, "kill", ("peer-1b",), on="hub.chunk"),),
+    "a server dies while clients take its weights": (Fault(0.0, "kill", ("peer-1b",), on="block"),),
     "nine of ten leave in each step": tuple(
         Fault(0.25 + 0.9 * k, "cut", (c,), 0.5) for k in range(3) for c in CLIENTS if c != "client-0a"
     ),
@@ -134,7 +134,7 @@ def test_clients_with_nothing_to_do_help_a_server_that_lost_one(monkeypatch: pyt
     right = Pool.helpers
     monkeypatch.setattr("muletrain.runtime.pool.servers.IDLE_S", 0.1)
     monkeypatch.setattr(Pool, "helpers", lambda self, seconds: right(self, 0.01))
-    helped = play(with_a_loss(5, 96, "hub.chunk"))
+    helped = play(with_a_loss(5, 96, "block"))
     assert helped.violations == []
     lost = next(e for e in helped.events if isinstance(e, ClientLost) and e.parts)
     ended = next(e.t for e in helped.events if isinstance(e, StepApplied) and e.peer == lost.peer)
@@ -169,7 +169,7 @@ def test_a_client_hears_that_another_worker_computed_the_backward_of_its_forward
 
 def test_a_client_that_goes_to_another_server_hears_of_the_end() -> None:
     """It left one before the other had taken it, and looked for a server for two minutes if the run had ended."""
-    outcome = play(with_a_loss(3, 64, "hub.chunk", 2))
+    outcome = play(with_a_loss(3, 64, "block", 2))
     assert outcome.violations == []
     assert outcome.virtual_s < 60
 

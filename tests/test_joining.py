@@ -265,7 +265,7 @@ def test_what_is_kept_is_as_small_as_it_travels_and_bounded(codec: Codec) -> Non
         for step in range(4):
             own.add(*step_of(step))
             await asyncio.sleep(1)
-        oldest = Manifest.unpack(await own.manifest("n", bytes(32), None))
+        oldest = Manifest.unpack((await own.image("n", bytes(32), None, None, tied=False)).manifest)
         assert oldest.size == size
         assert oldest.pack() == (await before.image(context(codec))).manifest
         for step in range(4, 12):
@@ -273,7 +273,7 @@ def test_what_is_kept_is_as_small_as_it_travels_and_bounded(codec: Codec) -> Non
             await asyncio.sleep(1)
         assert len(kept(own)) <= 6
         assert kept(own)[-1] == 11
-        assert await own.manifest("n", before.entry.round, None) == b"", "it is gone"
+        assert await own.image("n", before.entry.round, None, None, tied=False) is None, "it is gone"
 
     virtually(scenario())
 

@@ -15,6 +15,7 @@ from muletrain.errors import NetworkError
 from muletrain.events import ClientEnlisted, ClientLost
 from muletrain.runs.join.admission import serve_admitter
 from muletrain.runs.join.removal import remove, serve_members
+from muletrain.runtime.core.blocks import Blocks
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.pool.client import Client
 from muletrain.runtime.pool.desk import PartsDesk
@@ -63,8 +64,7 @@ def test_a_kicked_client_is_given_nothing_more_and_its_parts_are_computed_again(
             serve_admitter(a, a.peer_id)
             desk = PartsDesk(
                 reference.stage_compute(FACTS, 0),
-                a,
-                LoopClock(),
+                Blocks(a, LoopClock(), tasks),
                 tasks,
                 FACTS.plan,
                 Alone(a.peer_id),

@@ -3,133 +3,187 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from muletrain.clock import LoopClock
 from muletrain.compute.threads import InlineExecutor
-from muletrain.config.schema import Codec
+from muletrain.errors import MuletrainError
 from muletrain.network.memory import MemoryHub
+from muletrain.runtime.core.blocks import AskBlocks, Block, Blocks, Manifest
 from muletrain.runtime.core.tasks import Tasks
+from muletrain.runtime.core.times import GONE_S
 from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.messages import Answer, Chunk, GetWeights, Next
-from muletrain.runtime.pool.weights import STALLED_S, WeightsDownload, WeightsUpload
-from muletrain.sim.fleet.hollow import PARAMS, HollowCompute, hollow_plan
+from muletrain.runtime.pool.messages import Answer, Next
+from muletrain.runtime.pool.weights import WeightsCopy, WeightsDownload
+from muletrain.sim.fleet.hollow import HollowCompute, hollow_plan
 from muletrain.sim.loop import run_virtually
 from muletrain.strategies import strategy_of
-from muletrain.wire.codec import encode
 
 from .test_fidelities import HUB, staged
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from muletrain.wire.frame import Frame
+    from muletrain.network.memory import MemoryNetwork
+    from muletrain.runtime.core.plan import Plan
+
+
+class Stage:
+    """A hub of hollow stages. ``plan``: of the run."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.hub, self.clock, self.tasks = plan, MemoryHub(), LoopClock(), Tasks(InlineExecutor())
+        self.compute = HollowCompute(0, plan.stages, self.clock, 0.0, delayed=False)
+        self.copy = WeightsCopy(self.compute, None)
+
+    async def server(self, name: str) -> MemoryNetwork:
+        """A server that gives weights."""
+        net = self.hub.join(name)
+        if not self.copy.digest:
+            await self.copy.name(self.compute.offload)
+
+        async def given(taker: str, digest: bytes) -> WeightsCopy | None:
+            return self.copy if digest == self.copy.digest else None
+
+        Blocks(net, self.clock, self.tasks).offers("weights", given)
+        return net
+
+    def client(self, *servers: str) -> Client:
+        net = self.hub.join("client")
+        return Client(net, self.clock, self.tasks, self.compute, self.plan, bytes(32), "client", servers)
+
+    def state(self, *servers: str) -> Answer:
+        return Answer(weights=self.copy.digest, version=1, servers=servers, clients=0, speed=0.0, own=0.0)
+
+
+def played(tmp_path: Path, scenario: Callable[[Stage], Awaitable[None]]) -> None:
+    _, config, scene = staged(tmp_path, HUB, "hub.clients=0")
+    plan, problems = hollow_plan(scene, config, strategy_of(config), trace=False), list[str]()
+
+    async def run() -> None:
+        stage = Stage(plan)
+        await scenario(stage)
+        await stage.tasks.close()
+
+    run_virtually(run(), 1000.0, problems)
+    assert problems == []
 
 
 def test_weights_come_while_the_server_enlists_a_client(tmp_path: Path) -> None:
     """A client asks for the weights before the server has enlisted it, which takes a second here. Then it is ready at once."""
-    _, config, scene = staged(tmp_path, HUB, "hub.clients=0")
-    plan, came_s = hollow_plan(scene, config, strategy_of(config), trace=False), dict[str, float]()
+    came_s: dict[str, float] = {}
 
-    async def scenario() -> None:
-        hub, clock, tasks = MemoryHub(), LoopClock(), Tasks(InlineExecutor())
-        net, server = hub.join("client"), hub.join("server")
-        compute = HollowCompute(0, plan.stages, clock, 0.0, delayed=False)
-        upload = WeightsUpload(compute, plan.chunk, server, tasks)
-        digest = await compute.digest()
-        upload.begin(digest)
-        state = Answer(weights=digest, version=1, servers=("server",), clients=0, speed=0.0, own=0.0).pack()
+    async def scenario(stage: Stage) -> None:
+        server = await stage.server("server")
 
         async def answered(sender: str, payload: bytes) -> bytes:
             ask = Next.unpack(payload)
             if ask.session and not ask.version:
-                await clock.sleep(1.0)
+                came_s.setdefault("enlists", stage.clock.now())
+                await stage.clock.sleep(1.0)
             elif ask.weights is not None:
-                came_s.setdefault("ready", clock.now())
-                await clock.sleep(1.0)
-            return state
-
-        async def heard(sender: str, frame: Frame) -> None:
-            came_s[frame.kind] = clock.now()
-            if frame.kind == GetWeights.KIND:
-                upload.on_asked(sender, GetWeights.parse(frame))
+                came_s.setdefault("ready", stage.clock.now())
+                await stage.clock.sleep(1.0)
+            return stage.state("server").pack()
 
         server.serve(Next.KIND, answered)
-        server.receive(heard, (GetWeights.KIND,))
-        client = Client(net, clock, tasks, compute, plan, bytes(32), "client", ("server",))
-        working = asyncio.create_task(client.run())
-        await clock.sleep(2.0)
+        working = asyncio.create_task(stage.client("server").run())
+        await stage.clock.sleep(2.0)
         working.cancel()
-        await tasks.close()
 
-    problems: list[str] = []
-    run_virtually(scenario(), 1000.0, problems)
-    assert problems == []
-    assert came_s == {GetWeights.KIND: 0.0, "ready": 1.0}
+    played(tmp_path, scenario)
+    assert came_s == {"enlists": 0.0, "ready": 1.0}
 
 
 def test_a_server_that_serves_another_stage_now_is_asked_for_nothing_more(tmp_path: Path) -> None:
     """Of the two servers that a client knows one does not answer. The other one says that it serves alone, and gives the
     rest at once."""
-    _, config, scene = staged(tmp_path, HUB, "hub.clients=0")
-    plan, took_s = hollow_plan(scene, config, strategy_of(config), trace=False), list[float]()
+    took_s: list[float] = []
 
-    async def scenario() -> None:
-        hub, clock, tasks = MemoryHub(), LoopClock(), Tasks(InlineExecutor())
-        net, there, elsewhere = (hub.join(name) for name in ("client", "there", "elsewhere"))
-        compute = HollowCompute(0, plan.stages, clock, 0.0, delayed=False)
-        upload = WeightsUpload(compute, plan.chunk, there, tasks)
-        digest = await compute.digest()
-        upload.begin(digest)
+    async def scenario(stage: Stage) -> None:
+        await stage.server("there")
 
-        async def answered(sender: str, frame: Frame) -> None:
-            upload.on_asked(sender, GetWeights.parse(frame))
+        async def silent(sender: str, payload: bytes) -> bytes:
+            await asyncio.sleep(2 * GONE_S)
+            return b""
 
-        async def ignored(sender: str, frame: Frame) -> None:
-            pass
-
-        there.receive(answered, (GetWeights.KIND,))
-        elsewhere.receive(ignored, (GetWeights.KIND,))
-        client = Client(net, clock, tasks, compute, plan, bytes(32), "client", ("there", "elsewhere"))
-        fetching = asyncio.create_task(client._weights.fetch(digest, lambda: client._servers.known, lambda: True))
-        await clock.sleep(1.0)
+        stage.hub.join("elsewhere").serve(AskBlocks.KIND, silent)
+        client = stage.client("there", "elsewhere")
+        servers = ("there", "elsewhere")
+        fetching = asyncio.create_task(client._weights.fetch(stage.copy.digest, lambda: servers, lambda: True))
+        await stage.clock.sleep(1.0)
         assert not fetching.done()
-        client._hear(Answer(weights=digest, version=1, servers=("there",), clients=1, speed=0.0, own=0.0))
+        servers = ("there",)
+        client._hear(stage.state("there"))
         assert await fetching is not None
-        took_s.append(clock.now())
-        await tasks.close()
+        took_s.append(stage.clock.now())
 
-    problems: list[str] = []
-    run_virtually(scenario(), 1000.0, problems)
-    assert problems == []
-    assert took_s[0] < STALLED_S / 10
+    played(tmp_path, scenario)
+    assert took_s[0] < 2.0
 
 
-@pytest.mark.parametrize(("came", "took_s"), [(4, 2.0), (1, 8.0), (0, 2.0)])
+@pytest.mark.parametrize(("came", "took_s"), [(4, 0.0), (1, 8.0), (0, 2.0)])
 def test_weights_that_do_not_come_in_time_tell_how_slow_the_link_is(came: int, took_s: float, tmp_path: Path) -> None:
-    """Of four chunks so many come within the two seconds of a step; of none it is known that it takes longer."""
-    _, config, scene = staged(tmp_path, HUB, "hub.clients=0")
-    plan = replace(hollow_plan(scene, config, strategy_of(config), trace=False), chunk=PARAMS // 4)
+    """Of four blocks so many come within the two seconds of a step; of none it is known that it takes longer."""
 
-    async def scenario() -> None:
-        hub, clock, tasks = MemoryHub(), LoopClock(), Tasks(InlineExecutor())
-        compute = HollowCompute(0, plan.stages, clock, 0.0, delayed=False)
-        values, digest = await compute.copied_weights(), await compute.digest()
-        download, late = WeightsDownload(hub.join("client"), compute, plan, tasks), asyncio.Event()
-        fetching = asyncio.create_task(download.fetch(digest, lambda: (), lambda: not late.is_set()))
-        await clock.sleep(2.0)
-        for chunk in range(came):
-            part = values[chunk * plan.chunk : (chunk + 1) * plan.chunk]
-            await download.on_chunk("server", Chunk(weights=digest, chunk=chunk), encode(part, Codec.FP32))
+    async def scenario(stage: Stage) -> None:
+        stage.copy.block = stage.copy.size // 4
+        await stage.copy.name(stage.compute.offload)
+        server, late = stage.hub.join("server"), asyncio.Event()
+        blocks = Blocks(server, stage.clock, stage.tasks)
+
+        async def some(sender: str, payload: bytes) -> bytes:
+            asked = AskBlocks.unpack(payload).blocks
+            for block in asked:
+                if block < came:
+                    await stage.copy.send(blocks, sender, block)
+            return b"" if asked else stage.copy.manifest
+
+        server.serve(AskBlocks.KIND, some)
+        taker = Blocks(stage.hub.join("client"), stage.clock, stage.tasks)
+        download = WeightsDownload(taker, stage.clock, stage.compute, stage.tasks)
+        found = download.fetch(stage.copy.digest, lambda: ("server",), lambda: not late.is_set())
+        fetching = asyncio.create_task(found)
+        await stage.clock.sleep(2.0)
         late.set()
         download.news.set()
-        await fetching
+        assert (await fetching is not None) == (came == 4)
         assert download.took_s == took_s
-        await tasks.close()
 
-    problems: list[str] = []
-    run_virtually(scenario(), 1000.0, problems)
-    assert problems == []
+    played(tmp_path, scenario)
+
+
+def test_weights_that_change_while_they_are_read_are_not_sent(tmp_path: Path) -> None:
+    """Else a client would take the server for a liar."""
+    frames: list[str] = []
+
+    async def scenario(stage: Stage) -> None:
+        await stage.server("server")
+        right = stage.compute.copied_weights
+
+        async def read(begin: int = 0, end: int | None = None) -> object:
+            values = await right(begin, end)
+            stage.copy.closed = True
+            return values + 1
+
+        stage.compute.copied_weights = read  # type: ignore[assignment]
+        client = stage.hub.join("client")
+
+        async def heard(sender: str, frame: object) -> None:
+            frames.append(sender)
+
+        client.receive(heard, (Block.KIND,))
+        ask = AskBlocks(digest=stage.copy.digest)
+        manifest = Manifest.unpack(await client.call("server", ask.KIND, ask.pack(), timeout_s=1.0))
+        assert manifest.blocks > 1
+        ask = AskBlocks(digest=stage.copy.digest, blocks=(0,))
+        await client.call("server", ask.KIND, ask.pack(), timeout_s=1.0)
+        await stage.clock.sleep(1.0)
+        with pytest.raises(MuletrainError, match="replaced"):
+            await stage.copy.name(stage.compute.offload)
+
+    played(tmp_path, scenario)
+    assert frames == []

@@ -269,7 +269,7 @@ def test_a_founder_does_not_choose_how_large_the_blocks_in_our_memory_are(tmp_pa
         pair.given["a"].copy, pair.given["a"].shared = copy, pair.shared.model_copy(update={"digest": copy.digest})
         own = pair.sharing(pair.given["a"].shared)
         assert not await pair.taken(own)
-        assert "blocks that are too large" in pair.notes()
+        assert "a manifest with blocks of" in pair.notes()
         assert not pair.net.counters.received["a", Block.KIND]
         own.close()
 

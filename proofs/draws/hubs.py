@@ -35,7 +35,7 @@ def _fault(s: Scenario, rng: random.Random) -> Fault:
     if kind == "join":
         return Fault(at_s, "join", (f"client-{rng.randrange(len(s.stages))}j{rng.randrange(1000)}",))
     if kind == "exactly":
-        frame = rng.choice(["hub.result", "hub.chunk", "hub.get_weights"])
+        frame = rng.choice(["hub.result", "block"])
         return Fault(at_s, rng.choice(["kill", "damage"]), (who,), on=frame, nth=rng.randint(1, 3))
     return Fault(at_s, kind, (who,), 0.0 if kind == "kill" else for_s)
 

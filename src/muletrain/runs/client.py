@@ -129,6 +129,7 @@ class Helping:
             host.spec.name,
             tuple(servers.get(stage) or (p for found in servers.values() for p in found)),
             others=[p for found in servers.values() for p in found],
+            blocks=host.blocks,
         )
         host.log.emit(
             ClientBegan(

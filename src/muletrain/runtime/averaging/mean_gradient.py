@@ -23,8 +23,7 @@ from muletrain.network.base import Channel
 from muletrain.optim.tied import content
 from muletrain.policy.shards import BLOCK
 from muletrain.runtime.averaging.averager import contents
-from muletrain.runtime.averaging.messages import AskGradient
-from muletrain.runtime.core.blocks import Manifest, PartialDownload, StateImage
+from muletrain.runtime.core.blocks import AskBlocks, Manifest, PartialDownload, StateImage
 from muletrain.runtime.core.times import GONE_S
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.wire.codec import Encoded, decode, encode
@@ -62,6 +61,11 @@ class MeanGradient:
         """The round's facts for the step record."""
         return self.entry.for_record()
 
+    def has(self, name: bytes, *, tied: bool) -> bool:
+        """Does ``name``, by round or by digest, name this gradient's copy?"""
+        round_, made = self.entry.round, self.packed.get(tied)
+        return name == (tied_name(round_) if tied else round_) or (made is not None and name == made.digest)
+
     async def image(self, ctx: Context, *, tied: bool = False) -> StateImage:
         """Return one of ``packed``, packed on first use. Ends within the time of this peer's own work."""
         if tied not in self._packing:
@@ -89,6 +93,10 @@ class TiedPart:
     image: StateImage
     """The received copy, for sending."""
 
+    def has(self, name: bytes) -> bool:
+        """Does ``name`` name this copy?"""
+        return name in (tied_name(self.entry.round), self.image.digest)
+
 
 def _tied_pieces(ctx: Context, stage: int) -> dict[int, int]:
     assert ctx.plan.tied is not None, "nobody else asks"
@@ -106,12 +114,18 @@ def travels_as(members: int, codec: Codec) -> Codec:
     return codec if members > 1 else Codec.FP32
 
 
+def tied_name(round_: bytes) -> bytes:
+    """The name of the tied part of a round's gradient. The name of the whole gradient is the round's id."""
+    return blake3(b"tied" + round_).digest()
+
+
 async def fetch_gradient(
     ctx: Context, downloader: Downloader, entry: RoundEntry, holders: list[PeerId]
 ) -> MeanGradient | None:
     """Take the gradient of ``entry``'s round from ``holders``; None: no holder gives the gradient."""
-    ask = AskGradient(round=entry.round)
-    return await _from_holders(ctx, ask, (entry.lineage, entry.step), holders, partial(_take, ctx, downloader, entry))
+    return await _from_holders(
+        ctx, entry.round, (entry.lineage, entry.step), holders, partial(_take, ctx, downloader, entry)
+    )
 
 
 async def fetch_tied(
@@ -119,22 +133,21 @@ async def fetch_tied(
 ) -> TiedPart | None:
     """Take the part of the gradient for parameters that two stages share. ``at``: lineage and step. ``holders``: peers of
     both stages."""
-    ask = AskGradient(round=entry.round, tied=True)
-    return await _from_holders(ctx, ask, at, holders, partial(_take_tied, ctx, downloader, entry))
+    return await _from_holders(ctx, tied_name(entry.round), at, holders, partial(_take_tied, ctx, downloader, entry))
 
 
 async def _from_holders(
     ctx: Context,
-    ask: AskGradient,
+    name: bytes,
     at: tuple[bytes, int],
     holders: list[PeerId],
     take: Callable[[bytes, list[PeerId]], Coroutine[Any, Any, T]],
 ) -> T | None:
-    """``take`` the gradient from ``holders``: live holders first, a few at a time, because of the encoding and hashing.
+    """``take`` the gradient with this ``name`` from ``holders``: live holders first, a few at a time, because of the encoding and hashing.
     The absence of all holders is noticed soon, even over slow links."""
     alive = ctx.roster.is_alive
     for asked in (*_groups([p for p in holders if alive(p)]), *_groups([p for p in holders if not alive(p)])):
-        answers = await asyncio.gather(*(_manifest(ctx, p, ask, at) for p in asked))
+        answers = await asyncio.gather(*(_manifest(ctx, p, name, at) for p in asked))
         donors: defaultdict[bytes, list[PeerId]] = defaultdict(list)
         for peer, manifest in zip(asked, answers, strict=True):
             if manifest:
@@ -154,9 +167,9 @@ def _groups(peers: list[PeerId]) -> list[list[PeerId]]:
     return [peers[k : k + DONORS] for k in range(0, len(peers), DONORS)]
 
 
-async def _manifest(ctx: Context, holder: PeerId, ask: AskGradient, at: tuple[bytes, int]) -> bytes:
+async def _manifest(ctx: Context, holder: PeerId, name: bytes, at: tuple[bytes, int]) -> bytes:
     """The manifest from ``holder``; empty if ``holder`` has none or is gone."""
-    call = ctx.net.call(holder, AskGradient.KIND, ask.pack(), timeout_s=GONE_S)
+    call = ctx.net.call(holder, AskBlocks.KIND, AskBlocks(digest=name).pack(), timeout_s=GONE_S)
     try:
         return await _while_there(ctx, [holder], at, call)
     except Refused:  # the holder is at another step, and well

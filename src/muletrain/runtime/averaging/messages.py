@@ -1,4 +1,4 @@
-"""Messages with which replicas reduce their gradients, attest to the mean, and take the mean from each other."""
+"""Messages with which replicas reduce their gradients."""
 
 from __future__ import annotations
 
@@ -32,12 +32,3 @@ class Reduced(Message):
     chunk: Natural
     square_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     finite: bool
-
-
-class AskGradient(Message):
-    """A call that asks for the manifest of a round's mean gradient, of the current or a kept step. ``tied``: only of
-    the part for parameters that two stages share. The answer is empty for other rounds."""
-
-    KIND: ClassVar[str] = "ask_gradient"
-    round: Digest
-    tied: bool = False

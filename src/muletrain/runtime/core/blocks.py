@@ -82,8 +82,8 @@ Shape = Annotated[tuple[Natural, ...], Field(max_length=MAX_DIMENSIONS)]
 
 
 def block_size(size: int) -> int:
-    """Bytes of a block in a copy of ``size`` bytes."""
-    return max(BLOCK, -(-size // MAX_BLOCKS))
+    """Bytes of a block in a copy of ``size`` bytes: whole fp32 numbers."""
+    return max(BLOCK, -(-size // (4 * MAX_BLOCKS)) * 4)
 
 
 class Manifest(Header):
@@ -107,6 +107,8 @@ class Manifest(Header):
 
     def check(self, limit: int) -> None:
         """Raises ProtocolError unless the blocks fit the tensors, and the copy has at most ``limit`` bytes."""
+        if self.block > block_size(self.size):  # blocks lie in our memory
+            raise ProtocolError(f"a manifest with blocks of {self.block} bytes")
         if self.size > limit or self.blocks != -(-self.size // self.block) or len(self.digests) % 32:
             raise ProtocolError(f"a manifest of {self.size} bytes in {self.blocks} blocks, of at most {limit} bytes")
 
@@ -158,13 +160,17 @@ class StateImage:
         self.asked = -math.inf
         """When a taker last asked for the copy."""
         self._names = sorted(state)
-        self._tensors = [state[n] for n in self._names]
-        self._views = [t.contiguous().reshape(-1).view(torch.uint8).numpy().data for t in self._tensors]
-        self._begins = [0, *accumulate(len(v) for v in self._views)]
+        self.tensors = [state[n] for n in self._names]
+        """In the order of their names."""
+        self._begins = [0, *accumulate(t.nbytes for t in self.tensors)]
         self.size = self._begins[-1]
         self.block = block_size(self.size)
         self.manifest = b""
         self.digest = b""
+
+    @cached_property
+    def _views(self) -> list[memoryview]:
+        return [t.contiguous().reshape(-1).view(torch.uint8).numpy().data for t in self.tensors]
 
     async def name(self, offload: Offload) -> None:
         """Hash all blocks, and name the copy by the hashes."""
@@ -185,7 +191,7 @@ class StateImage:
         """Name the copy; ``digests``: the result of ``hashes``."""
         tensors = [
             (n, str(t.dtype).removeprefix("torch."), tuple(t.shape))
-            for n, t in zip(self._names, self._tensors, strict=True)
+            for n, t in zip(self._names, self.tensors, strict=True)
         ]
         self.manifest = Manifest(tensors=tuple(tensors), block=self.block, digests=digests).pack()
         self.digest = blake3(self.manifest).digest()
@@ -217,14 +223,14 @@ class PartialDownload:
 
     digest: bytes
     manifest: Manifest
-    data: bytearray
+    data: bytearray | memoryview
     missing: set[int]
     wrong: set[PeerId] = field(default_factory=set, kw_only=True)
     """Donors that sent a wrong block."""
 
     @classmethod
     def of(cls, digest: bytes, manifest: Manifest) -> PartialDownload:
-        """An empty download."""
+        """An empty download into memory of its own."""
         return cls(digest, manifest, bytearray(manifest.size), set(range(manifest.blocks)))
 
     def room(self, block: int) -> memoryview:
@@ -271,8 +277,8 @@ class Blocks:
         """Bytes of the largest block ever requested."""
         self._readers: dict[str, tuple[Reader, int]] = {}
         self._turns: dict[tuple[str, PeerId], float] = {}
-        """When each taker last asked for blocks of a room's copies. A turn lasts ``GONE_S`` after that, and while blocks
-        are being sent."""
+        """When each taker last asked for blocks of a room's copies. A turn lasts ``AGAIN_S`` after that, and while
+        blocks are being sent."""
         self._runs: Counter[tuple[str, PeerId, bytes]] = Counter()
         """Runs of blocks being sent, by room, taker and copy."""
         self._sending: set[tuple[PeerId, bytes, int]] = set()
@@ -326,7 +332,7 @@ class Blocks:
             return b""
         now = self.clock.now()
         running = {(name, taker) for name, taker, _ in self._runs}
-        self._turns = {turn: at for turn, at in self._turns.items() if turn in running or now - at < GONE_S}
+        self._turns = {turn: at for turn, at in self._turns.items() if turn in running or now - at < AGAIN_S}
         if (room, sender) not in self._turns and sum(r == room for r, _ in self._turns) >= self._readers[room][1]:
             raise MuletrainError(BUSY)
         self._turns[room, sender] = now
@@ -484,7 +490,9 @@ class Downloader:
                 async def ask(first: asyncio.Future[None]) -> None:
                     left = tuple(k for k, block in expected.items() if not block.whole.done())
                     packed = AskBlocks(digest=partial.digest, blocks=left).pack()
-                    await unless_done(first, blocks.net.call(donor, AskBlocks.KIND, packed, timeout_s=GONE_S))
+                    # other donors need not wait for the blocks of a dead one
+                    limit_s = self.deadline.seconds(self._breaks, GONE_S) if len(good) > 1 else GONE_S
+                    await unless_done(first, blocks.net.call(donor, AskBlocks.KIND, packed, timeout_s=limit_s))
 
                 await ask(expected[run[0]].whole)
                 for k, block in expected.items():

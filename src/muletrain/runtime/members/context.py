@@ -97,9 +97,10 @@ class Context:
         if not plan.strategy.pooled:
             return cls(net, clock, compute, roster, plan, emit, tasks, of_process=of_process)
         config, of_pool = roster.genesis.config, of_pool or emit
-        pooled = PooledCompute(PartsDesk(compute, net, clock, tasks, plan, roster, config, of_pool, draw))
+        blocks = of_process or Blocks(net, clock, tasks)
+        pooled = PooledCompute(PartsDesk(compute, blocks, tasks, plan, roster, config, of_pool, draw))
         helpers = pooled.clients.__len__
-        return cls(net, clock, pooled, roster, plan, emit, tasks, helpers=helpers, of_process=of_process)
+        return cls(net, clock, pooled, roster, plan, emit, tasks, helpers=helpers, of_process=blocks)
 
     def __post_init__(self, of_process: Blocks | None) -> None:
         self.detector, self.news.queue_s = FailureDetector(self), self.queue_s

@@ -1,32 +1,37 @@
-"""Accumulators of a server's clients come to the server, in chunks."""
+"""Accumulators of a server's clients come to the server, as copies (``core.blocks``) that the server takes."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch
+from blake3 import blake3
 
 from muletrain.compute.checks import is_finite
 from muletrain.compute.estimate import TRANSFERS
-from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, ProtocolError
+from muletrain.config.schema import Codec
+from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError
 from muletrain.optim.sketch import SIZE, sketch
 from muletrain.policy.deadline import Usual
 from muletrain.policy.outliers import alike
 from muletrain.policy.pool import OWN
-from muletrain.runtime.core.times import GONE_S
+from muletrain.policy.shards import chunk_ranges
+from muletrain.runtime.core.blocks import Downloader, Manifest, PartialDownload
+from muletrain.runtime.core.times import AGAIN_S, GONE_S, pause_s
 from muletrain.runtime.pool.checks import Court
-from muletrain.runtime.pool.messages import Chunk, Wanted
-from muletrain.wire.codec import Encoded, decode
+from muletrain.runtime.pool.messages import MAX_PARTS, Wanted
+from muletrain.wire.codec import Encoded, decode, encode, encoded_size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from muletrain.clock import Clock
     from muletrain.compute.base import Compute
     from muletrain.network.base import PeerId
     from muletrain.policy.pool import Pool
+    from muletrain.runtime.core.blocks import Blocks
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.calls import Calls
@@ -76,17 +81,71 @@ class Receiver(Court, Protocol):
         ...
 
 
-@dataclass
+def _pieces(numbers: int, plan: Plan) -> list[tuple[slice, slice]]:
+    """Returns, of each piece of an accumulator that is encoded at once, its elements and its bytes."""
+    found, begin = [], 0
+    for a, b in chunk_ranges(0, numbers, plan.chunk):
+        size = encoded_size(plan.gradients, (b - a,))
+        found.append((slice(a, b), slice(begin, begin + size)))
+        begin += size
+    return found
+
+
+def packed_size(numbers: int, plan: Plan) -> int:
+    """Returns the bytes of an accumulator of so many ``numbers`` in the codec of gradients."""
+    pieces = _pieces(numbers, plan)
+    return pieces[-1][1].stop if pieces else 0
+
+
+async def packed_gradient(gradient: Tensor, compute: Compute, plan: Plan) -> Tensor:
+    """Returns ``gradient``, flat fp32, in the codec of gradients: uint8."""
+    size = packed_size(len(gradient), plan)
+    whole = (await compute.room(-(-size // 4))).view(torch.uint8)[:size]
+    for numbers, place in _pieces(len(gradient), plan):
+        await compute.offload(_pack, gradient[numbers], plan.gradients, whole[place])
+    return whole
+
+
+async def unpacked_gradient(whole: Tensor, compute: Compute, plan: Plan) -> Tensor:
+    """Returns the accumulator, flat fp32, whose ``packed_gradient`` this is; perhaps in the same memory."""
+    if plan.gradients is Codec.FP32:
+        return whole.view(torch.float32)
+    values = await compute.room(compute.n_trained)
+    for numbers, place in _pieces(compute.n_trained, plan):
+        await compute.offload(_unpack, whole[place], plan.gradients, values[numbers])
+    return values
+
+
+def _pack(numbers: Tensor, codec: Codec, out: Tensor) -> None:
+    out.copy_(torch.frombuffer(bytearray(b"".join(encode(numbers, codec).buffers)), dtype=torch.uint8))
+
+
+def _unpack(piece: Tensor, codec: Codec, out: Tensor) -> None:
+    out.copy_(decode(Encoded(codec.value, (len(out),), [piece.numpy().data]), copy=False))
+
+
+@dataclass(eq=False)
 class Transfer:
-    """One accumulator on its way. ``begun``: chunks that came; ``left``: chunks that are not stored yet."""
+    """One accumulator on its way. ``begun``: the client makes the copy; ``blocks``: number of blocks that came; ``gone``:
+    the client is lost; ``news``: set when any of these may have changed, or the copy is whole."""
 
     wanted: Wanted
-    values: Tensor
-    left: set[int]
-    begun: set[int] = field(default_factory=set)
-    contents: set[int] | None = None
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    problem: str = ""
+    blocks: int = 0
+    gone: bool = False
+
+
+@dataclass
+class _Coming(PartialDownload):
+    """The blocks of ``transfer``."""
+
+    transfer: Transfer
+
+    async def keep(self, block: int, content: memoryview) -> None:
+        await super().keep(block, content)
+        self.transfer.blocks += 1
+        self.transfer.news.set()
 
 
 class Accumulators:
@@ -100,20 +159,20 @@ class Accumulators:
         parts: Parts,
         calls: Calls,
         checks: Checks,
-        clock: Clock,
+        blocks: Blocks,
         tasks: Tasks,
     ) -> None:
         """``inner`` takes the accumulators."""
         self._receiver, self._inner, self._pool = receiver, inner, pool
         self._parts, self._calls, self._checks = parts, calls, checks
-        self._clock, self._tasks = clock, tasks
+        self._blocks, self._clock, self._tasks = blocks, blocks.clock, tasks
         self._hedged: set[PeerId] = set()
         """Clients whose accumulators take unusually long, so the server computes the contained parts again."""
-        self._turns = asyncio.Semaphore(TRANSFERS)
+        self._turns, self._adding = asyncio.Semaphore(TRANSFERS), asyncio.Lock()
         self._transfers: dict[PeerId, Transfer] = {}
         self._numbers = 0
         self._usual = Usual(unmeasured_s=1.0, floor_s=1.0, times=4.0)
-        """Seconds between two chunks of a transfer."""
+        """Seconds between two blocks of a transfer."""
         self.each_s = 0.0
         """Mean seconds for each accumulator while transfers run; 0: none has come."""
         self.news = asyncio.Event()
@@ -168,24 +227,56 @@ class Accumulators:
             self.news.set()
 
     async def _add(self, client: PeerId, step: int) -> None:
-        """Fetch, check and add the accumulator of ``client``, if there is any. Raises Lost."""
-        generation = self.generation(step)
-        if (transfer := await self.fetch(client, generation, step)) is None:
+        """Take, check and add the accumulator of ``client``, if there is any. Raises Lost."""
+        if not (givings := self._parts.holders(step).get(client, set())):
             return
+        self._numbers += 1
+        generation = self.generation(step)
+        ask = Wanted(generation=generation, step=step, transfer=self._numbers, givings=tuple(sorted(givings)))
+        self._transfers[client] = transfer = Transfer(ask)
+        taking = self._tasks.spawn(self._taken(client, transfer), "accumulator")
+        try:
+            begin, together = self._clock.now(), len(self._transfers)
+            self._receiver.wake(client)
+            await self._arrives(client, step, transfer, taking)
+            self.each_s = (self._clock.now() - begin) / max(together, len(self._transfers))
+            while client in self._checks.concerned(step) and not transfer.gone:
+                await self._clock.sleep(CHECKED_S)  # the client brought back another part meanwhile
+            if transfer.gone:
+                return  # the client may have enlisted again by now
+            copy = taking.result()
+            numbers = {*copy["givings"].tolist()}
+            if not givings <= numbers:
+                raise Lost("its accumulator lacks parts that it should contain")
+            async with self._adding:  # the numbers of one accumulator at a time are in memory
+                await self._add_copy(client, step, transfer, numbers, copy["gradient"])
+        except ProtocolError as e:
+            raise Lost(f"its accumulator is wrong: {e}") from None
+        finally:
+            taking.cancel()
+            if self._transfers.get(client) is transfer:
+                del self._transfers[client]
+                self._receiver.wake(client)  # the client needs the copy no more
+
+    async def _add_copy(
+        self, client: PeerId, step: int, transfer: Transfer, numbers: set[int], gradient: Tensor
+    ) -> None:
+        """Check and add a gradient from ``packed_gradient``, the sum of the givings ``numbers``. Raises Lost."""
+        values = await unpacked_gradient(gradient, self._inner, self._receiver.plan)
+        if not await self._inner.offload(is_finite, values):
+            raise Lost("its accumulator is not finite", here=True)
         verify, found = self._receiver.plan.verify > 0, np.zeros(SIZE)
         if verify:
-            found = await self._inner.offload(sketch, transfer.values, self._receiver.seed(step))
-        while client in self._checks.concerned(step) and not transfer.problem:
-            await self._clock.sleep(CHECKED_S)  # the client brought back another part meanwhile
-        numbers = transfer.contents or set()
-        if transfer.problem:
-            return  # the client was lost, and may have enlisted again by now
-        if self.generation(step) != generation or not numbers <= self._parts.holders(step).get(client, set()):
+            found = await self._inner.offload(sketch, values, self._receiver.seed(step))
+        if transfer.gone:
+            return
+        kept = self._parts.holders(step).get(client, set())
+        if self.generation(step) != transfer.wanted.generation or not numbers <= kept:
             self._receiver.lose(client, "parts in its accumulator were taken back while it came", lapse=False)
         elif verify and not alike(found, self._parts.claimed(client, numbers)):
             self._receiver.expel(client, "its accumulator is not the sum of the gradients that it announced")
         else:
-            self._arrived(client, step, transfer.values, numbers)
+            self._arrived(client, step, values, numbers)
 
     def _arrived(self, client: PeerId, step: int, values: Tensor, numbers: set[int]) -> None:
         """The gradients ``numbers`` are here: their sum is ``values``, flat fp32 [G]."""
@@ -205,87 +296,67 @@ class Accumulators:
                 self._pool.put_part(part, self._clock.now(), OWN, only=OWN)
             self._receiver.doubt(client)
 
-    async def fetch(self, client: PeerId, generation: int, step: int) -> Transfer | None:
-        """Returns the accumulator of ``client``: the gradients that the client should have, and gradients that have
-        come to count meanwhile. None: nothing is left to hand over, or the client is lost meanwhile. Raises Lost."""
-        values = await self._inner.room(self._inner.n_trained)
-        givings = self._parts.holders(step).get(client, set())
-        if not givings:
-            return None
-        self._numbers += 1
-        chunks = range(max(1, -(-self._inner.n_trained // self._receiver.plan.chunk)))
-        ask = Wanted(generation=generation, step=step, transfer=self._numbers, givings=tuple(sorted(givings)))
-        self._transfers[client] = transfer = Transfer(ask, values, set(chunks))
-        try:
-            begin, together = self._clock.now(), len(self._transfers)
-            self._receiver.wake(client)
-            if not await self._arrives(client, step, transfer):
-                return None
-            self.each_s = (self._clock.now() - begin) / max(together, len(self._transfers))
-        finally:
-            if self._transfers.get(client) is transfer:
-                del self._transfers[client]
-        if not givings <= (transfer.contents or set()):
-            raise Lost("its accumulator lacks parts that it should contain")
-        if not await self._inner.offload(is_finite, transfer.values):
-            raise Lost("its accumulator is not finite", here=True)
-        return transfer
+    async def _taken(self, client: PeerId, transfer: Transfer) -> dict[str, Tensor]:
+        """Returns the copy of an accumulator, once the client has made the copy. Raises ProtocolError for a copy that no
+        accumulator has. Ends when cancelled, after ``GONE_S`` without a block."""
+        await transfer.begun.wait()
+        downloader, tries = Downloader(self._blocks, self._inner.offload), 0
+        while not (manifests := await downloader.manifests(transfer.wanted.copy_name, [client])):
+            await self._clock.sleep(pause_s(tries, AGAIN_S))
+            tries += 1
+        coming = await self._coming(manifests[0][0], transfer)
+        while coming.missing:
+            try:
+                await downloader.fetch(coming, [client])
+            except PeerUnreachable as e:
+                if coming.wrong:
+                    raise ProtocolError(str(e)) from None
+                await self._clock.sleep(pause_s(tries, AGAIN_S))
+                tries += 1
+        return coming.state()
 
-    def wanted(self, client: PeerId, handed: int) -> tuple[Wanted, ...]:
-        """Returns the accumulators that ``client`` should hand over, after the hand-over number ``handed``."""
+    async def _coming(self, packed: bytes, transfer: Transfer) -> _Coming:
+        """Returns the empty download of the copy with this manifest. Raises ProtocolError for the manifest of anything
+        but an accumulator."""
+        manifest, size = Manifest.unpack(packed), packed_size(self._inner.n_trained, self._receiver.plan)
+        manifest.check(size + 8 * MAX_PARTS)
+        (_, _, givings), *_ = manifest.tensors or (("", "", ()),)
+        if manifest.tensors != (("givings", "int64", givings[:1]), ("gradient", "uint8", (size,))):
+            raise ProtocolError("a manifest of other tensors than an accumulator")
+        data = (await self._inner.room(-(-manifest.size // 4))).numpy().data.cast("B")[: manifest.size]
+        return _Coming(blake3(packed).digest(), manifest, data, set(range(manifest.blocks)), transfer)
+
+    def wanted(self, client: PeerId) -> tuple[Wanted, ...]:
+        """Returns the accumulators that ``client`` should hand over now."""
         transfer = self._transfers.get(client)
-        return () if transfer is None or transfer.wanted.transfer <= handed else (transfer.wanted,)
+        return () if transfer is None else (transfer.wanted,)
 
-    async def _arrives(self, client: PeerId, step: int, transfer: Transfer) -> bool:
-        """Wait for the whole transfer. Returns False if the client is lost meanwhile. Raises Lost."""
-        last, left = self._clock.now(), len(transfer.left)
-        while transfer.left or transfer.contents is None:
-            if transfer.problem:
-                return False
+    def begun(self, client: PeerId, handed: int) -> None:
+        """``client`` has heard of the hand-over number ``handed``."""
+        if (transfer := self._transfers.get(client)) is not None and transfer.wanted.transfer <= handed:
+            transfer.begun.set()
+
+    async def _arrives(self, client: PeerId, step: int, transfer: Transfer, taking: asyncio.Task[Any]) -> None:
+        """Wait until the copy is whole, or the client is lost. Raises Lost. Ends within ``GONE_S`` without a block."""
+        taking.add_done_callback(lambda _: transfer.news.set())
+        last, blocks = self._clock.now(), 0
+        while not (taking.done() or transfer.gone):
             transfer.news.clear()
-            begin = self._clock.now()
-            if len(transfer.left) < left:
-                last, left = begin, len(transfer.left)
-            if (wait_s := last + GONE_S - begin) <= 0:
+            if (wait_s := last + GONE_S - self._clock.now()) <= 0:
                 raise Lost("its accumulator does not come")
             try:
                 await self._clock.deadline(transfer.news.wait(), min(wait_s, self._usual.seconds()), "an accumulator")
             except DeadlineExceeded:
-                if not transfer.problem:
-                    self._hedge(client, step)
-                continue
-            self._usual.measured(self._clock.now() - begin)
-        return True
-
-    def expects(self, client: PeerId, message: Chunk, tensors: list[Encoded]) -> None:
-        """Check a chunk before reading. Raises ProtocolError."""
-        transfer, plan, (chunk,) = self._transfers.get(client), self._receiver.plan, tensors
-        if transfer is None or message.transfer != transfer.wanted.transfer:
-            raise ProtocolError(f"{message.KIND}: nothing was asked for, or not this")
-        size = min(plan.chunk, self._inner.n_trained - message.chunk * plan.chunk)
-        if (chunk.codec, chunk.shape) != (plan.gradients, (size,)) or message.chunk in transfer.begun:
-            raise Malformed(f"{message.KIND}: no chunk {message.chunk} of {chunk.codec} {chunk.shape} is expected")
-
-    async def on_chunk(self, client: PeerId, message: Chunk, tensors: list[Encoded]) -> None:
-        """Take a chunk. Raises ProtocolError."""
-        self.expects(client, message, tensors)
-        transfer, begin = self._transfers[client], message.chunk * self._receiver.plan.chunk
-        transfer.begun.add(message.chunk)
-        if message.chunk == 0:
-            transfer.contents = {*message.givings}
-        out = transfer.values[begin : begin + self._receiver.plan.chunk]
-        await self._inner.offload(_store, tensors[0], out)
-        transfer.left.discard(message.chunk)
-        transfer.news.set()
+                self._hedge(client, step)
+            if transfer.blocks > blocks:
+                now = self._clock.now()
+                self._usual.measured((now - last) / (transfer.blocks - blocks))
+                last, blocks = now, transfer.blocks
 
     def lose(self, client: PeerId) -> None:
         """``client`` is gone."""
         self._hedged.discard(client)
         self.news.set()
         if (transfer := self._transfers.pop(client, None)) is not None:
-            transfer.problem = "it is gone"
+            transfer.gone = True
             transfer.news.set()
-
-
-def _store(chunk: Encoded, out: Tensor) -> None:
-    out.copy_(decode(chunk, copy=False))

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import NetworkError, PeerUnreachable, ProtocolError, Refused
 from muletrain.policy.deadline import Rests
-from muletrain.runtime.core.times import AGAIN_S, pause_s
+from muletrain.runtime.core.blocks import Blocks
+from muletrain.runtime.core.times import AGAIN_S, GONE_S, pause_s
 from muletrain.runtime.pool.messages import (
     FROM_SERVER,
     MAX_ROOM,
-    SEND_S,
     Answer,
-    Chunk,
     Ended,
     Give,
     Next,
@@ -26,7 +25,6 @@ from muletrain.runtime.pool.messages import (
 from muletrain.runtime.pool.servers import NoServer, StageServers
 from muletrain.runtime.pool.weights import WeightsDownload
 from muletrain.runtime.pool.work import Accumulator, PartWork
-from muletrain.wire.codec import Encoded, encode
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -34,9 +32,10 @@ if TYPE_CHECKING:
     from muletrain.clock import Clock
     from muletrain.compute.base import Compute
     from muletrain.network.base import Network, PeerId
-    from muletrain.runtime.core.messages import Message
+    from muletrain.runtime.core.blocks import StateImage
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
+    from muletrain.wire.codec import Encoded
     from muletrain.wire.frame import Frame
 
 CUT_OFF_S = 10.0
@@ -59,9 +58,10 @@ class Client:
         name: str,
         servers: tuple[PeerId, ...],
         others: Collection[PeerId] = (),
+        blocks: Blocks | None = None,
     ) -> None:
         """``servers``: known servers of the stage; ``others``: servers of other stages, which may report that the run is
-        over."""
+        over; ``blocks``: of this process, if any."""
         self._net, self._clock, self._tasks, self._compute, self._plan = net, clock, tasks, compute, plan
         self._asks = Next(name=name, config=config, stage=compute.stage)
         self._servers = StageServers(net, clock, tasks, servers, self._asks)
@@ -84,13 +84,17 @@ class Client:
         """Version of the weights that is sat out."""
         self._rests, self._given = Rests(random.Random(net.peer_id)), True
         self._news, self._call_again = asyncio.Event(), asyncio.Event()
-        self._weights = WeightsDownload(net, compute, plan, tasks)
+        blocks = blocks or Blocks(net, clock, tasks)
+        self._weights = WeightsDownload(blocks, clock, compute, tasks)
         self._accumulator = Accumulator(compute)
         self._work = PartWork(compute, plan, self._accumulator)
-        self._handing_over, self._handed_over_s = 0, 0.0
+        self._copy: tuple[Wanted, asyncio.Task[StateImage], float] | None = None
+        """The accumulator that our server is taking, and when that began."""
+        self._handed_over_s = 0.0
         self._out: dict[int, asyncio.Task[None]] = {}
         """Parts that we compute, by number."""
         net.receive(self._on_frame, tuple(FROM_SERVER), self)
+        blocks.offers("accumulator", self._given_copy)
 
     @property
     def over(self) -> bool:
@@ -148,7 +152,7 @@ class Client:
         none answers."""
         for server, state in await self._servers.by_need(but=self._weights.wrong):
             if not self._work.has(state.weights, state.steps):
-                self._weights.begin(state.weights, self._servers.known)
+                self._weights.begin(state.weights, self._first(server))
             with contextlib.suppress(NetworkError):
                 return await self._enlist_with(server)
         raise PeerUnreachable("no server answers")
@@ -195,10 +199,13 @@ class Client:
             self.version, self._wanted, self._steps = answer.version, answer.weights, answer.steps
             self._changed()
         self._settle(answer)
+        if not answer.wanted:
+            self._copy = None
         for wanted in answer.wanted:
             if wanted.transfer > self._handed:
                 self._handed = wanted.transfer
-                self._tasks.spawn(self._hand_over(wanted, self._session), "accumulator")
+                making = self._tasks.spawn(self._hand_over(wanted), "accumulator")
+                self._copy = wanted, making, self._clock.now()
 
     def _settle(self, said: Answer | Give) -> None:
         """Add what counts to our accumulator, and drop what is of no use."""
@@ -209,6 +216,10 @@ class Client:
         if said.counts or said.gone:
             self._worked = True
             self._tasks.spawn(self._accumulator.settle(said.counts, said.gone), "counted")
+
+    def _first(self, server: PeerId | None) -> tuple[PeerId, ...]:
+        """Returns the servers of our stage, ``server`` in front."""
+        return tuple(sorted(self._servers.known, key=lambda other: other != server))
 
     async def _part_from(self, server: PeerId | None, session: int) -> None:
         """Tell ``server`` that we go, if it can be reached."""
@@ -224,6 +235,7 @@ class Client:
 
     async def _drop(self) -> None:
         """Drop all work, which is of no further use."""
+        self._copy = None
         for task in self._out.values():
             task.cancel()
         await self._accumulator.leave()
@@ -260,7 +272,7 @@ class Client:
     def _idle(self) -> bool:
         """Is there nothing to do, and would nothing be lost if we went?"""
         current = self._wanted is not None and self._work.has(self._wanted, self._steps)
-        return current and not self._out and not self._handing_over and self._accumulator.empty
+        return current and not self._out and self._copy is None and self._accumulator.empty
 
     async def _go_to(self, server: PeerId, home: PeerId) -> bool:
         """Returns False if ``server`` does not take us; if the run has ended, ``home`` tells us."""
@@ -328,19 +340,13 @@ class Client:
         def wanted() -> bool:
             return self.version == version and self._home is not None and not self._ended
 
-        values = await self._weights.fetch(digest, lambda: self._servers.known, wanted)
+        values = await self._weights.fetch(digest, lambda: self._first(self._home), wanted)
         if not wanted():
             return
         if values is None:
             raise PeerUnreachable("the weights did not come whole")
         await self._work.load(values, digest, steps)
         self._call_again.set()
-
-    async def _send(self, message: Message, tensors: list[Encoded] | None = None) -> None:
-        """Send to our server. Raises NetworkError."""
-        if self._home is None:
-            raise PeerUnreachable("there is no server")
-        await self._net.send(self._home, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_S)
 
     # What comes -------------------------------------------------------------------------------------------------------
 
@@ -352,18 +358,12 @@ class Client:
     async def expect(self, sender: PeerId, frame: Frame) -> None:
         """See ``network.base.Bounds``."""
         frame.message = message = FROM_SERVER[frame.kind].parse(frame)
-        if isinstance(message, Chunk):
-            if sender not in self._servers.known:
-                raise ProtocolError("weights from a peer that is no server of our stage")
-            self._weights.expects(message, frame.tensors[0])
-        elif isinstance(message, Give):
+        if isinstance(message, Give):
             self._work.check(message, frame.tensors)
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         message = FROM_SERVER[frame.kind].parse(frame)
         match message:
-            case Chunk():
-                await self._weights.on_chunk(sender, message, frame.tensors[0])
             case Ended():
                 known = sender in self._servers.known or sender in self._others
                 if sender == self._home or (known and self._home is None):
@@ -401,24 +401,20 @@ class Client:
 
     async def _try_to_send(self, message: Result, tensors: list[Encoded]) -> None:
         """Send to our server. A server whose stream is lost asks what we have."""
-        with contextlib.suppress(NetworkError):
-            await self._send(message, tensors)
+        if self._home is not None:
+            with contextlib.suppress(NetworkError):
+                frame = message.frame(tensors)
+                await self._net.send(self._home, frame, channel=message.CHANNEL, timeout_s=GONE_S)
 
-    async def _hand_over(self, ask: Wanted, session: int) -> None:
-        """Send the accumulator, with all givings that count, and begin anew."""
-        self._handing_over += 1
-        try:
-            gradient, givings = await self._accumulator.hand_over(ask.generation, ask.step, {*ask.givings})
-            size, begin = self._plan.chunk, self._clock.now()
-            for chunk in range(max(1, -(-len(gradient) // size))):
-                part = gradient[chunk * size : (chunk + 1) * size]
-                tensor = await self._compute.offload(encode, part, self._plan.gradients)
-                if session != self._session:
-                    return
-                contents = tuple(sorted(givings)) if chunk == 0 else ()
-                await self._send(Chunk(transfer=ask.transfer, chunk=chunk, givings=contents), [tensor])
-            self._handed_over_s = self._clock.now() - begin
-        except NetworkError:
-            self._give_up(session)
-        finally:
-            self._handing_over -= 1
+    async def _hand_over(self, wanted: Wanted) -> StateImage:
+        """Returns a copy of the accumulator, which begins anew."""
+        return await self._accumulator.hand_over(wanted, self._plan)
+
+    async def _given_copy(self, taker: PeerId, name: bytes) -> StateImage | None:
+        """See ``core.blocks.Reader``: our server takes the accumulator that it wants."""
+        if self._copy is None or taker != self._home:
+            return None
+        wanted, making, begun_at = self._copy
+        copy = await asyncio.shield(making)
+        self._handed_over_s = self._clock.now() - begun_at
+        return copy if name in (wanted.copy_name, copy.digest) else None

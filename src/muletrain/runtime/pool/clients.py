@@ -9,28 +9,30 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from muletrain.clock import loop_time_s
-from muletrain.errors import AdmissionError, DeadlineExceeded, ProtocolError
+from muletrain.errors import AdmissionError, DeadlineExceeded, MuletrainError, ProtocolError
 from muletrain.events import ClientEnlisted, ClientLate, ClientLost
 from muletrain.policy.recent import Debts, Recent
 from muletrain.policy.worker import Standings
 from muletrain.runtime.pool.accumulators import Receiver
 from muletrain.runtime.pool.checks import check_result
-from muletrain.runtime.pool.messages import FROM_CLIENT, ROOM, Answer, Chunk, Ended, GetWeights, Next, Result, checksum
+from muletrain.runtime.pool.messages import ROOM, Answer, Ended, Next, Result, checksum
 from muletrain.runtime.pool.tally import Tally
-from muletrain.runtime.pool.weights import WeightsUpload
+from muletrain.runtime.pool.weights import WeightsCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from muletrain.clock import Clock
     from muletrain.events import Event
-    from muletrain.network.base import Channel, Network, PeerId
+    from muletrain.network.base import Channel, PeerId
+    from muletrain.runtime.core.blocks import Blocks, StateImage
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.accumulators import Accumulators
     from muletrain.wire.codec import Encoded
     from muletrain.wire.frame import Frame
 
 MAX_CLIENTS = 4096
+TAKERS = 32
+"""Peers that get weights at once; further peers ask again."""
 ENLISTS, ENLISTS_PER_S = 20, 0.2
 """Most sessions that one client begins at once, and per second after that: each is an event on the disk."""
 MAX_UNABLE = 8
@@ -110,16 +112,15 @@ class Clients:
     def __init__(
         self,
         desk: Desk,
-        net: Network,
-        clock: Clock,
+        blocks: Blocks,
         tasks: Tasks,
         servers: Servers,
         config: bytes,
         emit: Callable[[Event], None],
     ) -> None:
-        """Hear clients from now on, in place of an earlier server on this network. ``config``: digest of the run's
+        """Hear clients from now on, in place of an earlier server of this process. ``config``: digest of the run's
         configuration."""
-        self._desk, self._net, self._clock, self._tasks = desk, net, clock, tasks
+        self._desk, self._net, self._clock, self._tasks = desk, blocks.net, blocks.clock, tasks
         self._servers, self._config, self._emit = servers, config, emit
         self._clients: dict[PeerId, _Client] = {}
         self._tally = Tally()
@@ -131,16 +132,18 @@ class Clients:
         self._banned: set[PeerId] = set()
         """Clients whose results were wrong."""
         self._digest: bytes | None = None
-        """Digest of the newest weights."""
+        """Digest of the newest weights' copy."""
         self._steps: tuple[int, ...] = ()
         """The steps that compute with the newest weights; (): all steps."""
         self._digests: dict[int, bytes] = {}
         """Digests of the weights that each step in flight computes with."""
         self._version = 0
-        self._weights = WeightsUpload(desk.inner, desk.plan.chunk, net, tasks)
-        Next.serve(net, self._on_next)
-        net.receive(self._on_frame, tuple(FROM_CLIENT), self)
-        net.on_lost(self._on_lost, "clients")
+        self._copy: WeightsCopy | None = None
+        """The weights that clients may have; None: they are about to change."""
+        blocks.offers("weights", self._given, TAKERS)
+        Next.serve(self._net, self._on_next)
+        self._net.receive(self._on_frame, (Result.KIND,), self)
+        self._net.on_lost(self._on_lost, "clients")
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
@@ -162,7 +165,8 @@ class Clients:
         while True:
             answer = self._answer(sender, ask, client.served + 1, client.results)
             left_s = until - self._clock.now()
-            new = {*answer.counts} - client.told or answer.wanted or answer.version != ask.version or client.hurry
+            new = {*answer.counts} - client.told or any(wanted.transfer > ask.handed for wanted in answer.wanted)
+            new = new or answer.version != ask.version or client.hurry
             if new or call != client.calls or left_s <= 0 or client.doubted_at is not None:
                 break
             client.news.clear()
@@ -199,11 +203,12 @@ class Clients:
 
     def _take(self, sender: PeerId, client: _Client, ask: Next) -> None:
         """Take in what a client has."""
+        self._desk.accumulators.begun(sender, ask.handed)
         if client.doubted_at is not None and ask.heard > client.doubted_after:
             doubted_at, client.doubted_at = client.doubted_at, None
             self._desk.there(sender, ask.parts, doubted_at)
-        ready = self._weights.open and ask.weights == self._digest and client.ready < self._version
-        if ready and not self.standings[sender].left_out(self._version):
+        ready = self._copy is not None and self._copy.digest == self._digest == ask.weights
+        if ready and client.ready < self._version and not self.standings[sender].left_out(self._version):
             client.ready = self._version
             self._desk.pool.ready(sender, ROOM, self._steps)
             self._desk.feed()
@@ -227,7 +232,7 @@ class Clients:
             helpers=pool.helpers(self._desk.accumulators.each_s),
             counts=counts,
             gone=gone,
-            wanted=self._desk.accumulators.wanted(sender, ask.handed) if number else (),
+            wanted=self._desk.accumulators.wanted(sender) if number else (),
         )
 
     def tell(self, client: PeerId) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -345,20 +350,14 @@ class Clients:
 
     def header(self, kind: str) -> int:
         """See ``network.base.Bounds``."""
-        message = FROM_CLIENT[kind]
-        return 128 + 128 * (message.TENSORS + message.MORE) + message.most()
+        return 128 + 128 * Result.MORE + Result.most()
 
     async def expect(self, sender: PeerId, frame: Frame) -> None:
         """See ``network.base.Bounds``."""
-        frame.message = message = FROM_CLIENT[frame.kind].parse(frame)
-        if isinstance(message, GetWeights):  # a client asks before the server has enlisted it
-            return
+        frame.message = message = Result.parse(frame)
         if sender not in self._clients:
             raise ProtocolError(f"{frame.kind}: from a client that is not enlisted here (any more)")
-        if isinstance(message, Chunk):
-            self._desk.accumulators.expects(sender, message, frame.tensors)
-        if isinstance(message, Result):
-            self.check_result(sender, message, frame.tensors)
+        self.check_result(sender, message, frame.tensors)
 
     def check_result(self, sender: PeerId, message: Result, tensors: list[Encoded]) -> None:
         """Raises Malformed for a result that belongs to no part of ``sender``."""
@@ -366,41 +365,48 @@ class Clients:
         check_result(desk.plan, desk.stage, desk.pool.part(sender, message.number), message, tensors)
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
-        message = FROM_CLIENT[frame.kind].parse(frame)
-        if isinstance(message, GetWeights):
-            self._weights.on_asked(sender, message)
-            return
+        message = Result.parse(frame)
         if (client := self._clients.get(sender)) is None:
             return  # the client was lost while the frame came
-        if isinstance(message, Result):
-            client.results.add(message.number)
-        match message:
-            case Chunk():
-                await self._desk.accumulators.on_chunk(sender, message, frame.tensors)
-            case Result(problem=""):
-                client.unable = 0
-                await self._desk.on_result(sender, message, frame.tensors[0] if frame.tensors else None)
-            case Result():
-                client.unable += 1
-                if client.unable > MAX_UNABLE:
-                    return self._desk.lose(sender, f"it computes nothing: {message.problem[:200]}")
-                self._desk.on_unable(sender, message.number)
+        client.results.add(message.number)
+        if not message.problem:
+            client.unable = 0
+            await self._desk.on_result(sender, message, frame.tensors[0] if frame.tensors else None)
+        else:
+            client.unable += 1
+            if client.unable > MAX_UNABLE:
+                return self._desk.lose(sender, f"it computes nothing: {message.problem[:200]}")
+            self._desk.on_unable(sender, message.number)
         client.news.set()
 
     # Weights ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """The weights are about to change."""
-        self._weights.close()
+        if self._copy is not None:
+            self._copy.closed, self._copy = True, None
 
-    def begin(self, digest: bytes, steps: tuple[int, ...] = ()) -> None:
-        """``digest``: of the newest weights; ``steps``: computed with these weights (see ``Compute.newest_for``).
+    def begin(self, weights: bytes, steps: tuple[int, ...] = ()) -> None:
+        """``weights``: digest of the newest; ``steps``: computed with these weights (see ``Compute.newest_for``).
         Clients work for ``steps`` once they have the weights."""
-        if self._weights.open and (digest, steps) == (self._digest, self._steps):
+        if self._copy is None or self._copy.label != (weights, steps):
+            self.close()
+            self._copy = WeightsCopy(self._desk.inner, (weights, steps))
+            self._tasks.spawn(self._name(self._copy, steps), "weights")
+
+    async def _name(self, copy: WeightsCopy, steps: tuple[int, ...]) -> None:
+        """Tell clients of new weights."""
+        with contextlib.suppress(MuletrainError):  # the weights change again
+            await copy.name(self._desk.inner.offload)
+        if self._copy is not copy:
             return
-        self._digest, self._steps = digest, steps
-        self._digests = {s: d for s, d in self._digests.items() if s + 1 in steps} | dict.fromkeys(steps, digest)
-        self._weights.begin(digest)
+        self._digest, self._steps = copy.digest, steps
+        self._digests = {s: d for s, d in self._digests.items() if s + 1 in steps} | dict.fromkeys(steps, copy.digest)
         self._version += 1
         for client in self._clients.values():
             client.news.set()
+
+    async def _given(self, taker: PeerId, digest: bytes) -> StateImage | None:
+        """See ``core.blocks.Reader``. Anyone in the run may have the weights: a client asks before this server has
+        enlisted it."""
+        return self._copy if self._copy is not None and self._copy.digest == digest else None

@@ -13,11 +13,11 @@ from muletrain.errors import MuletrainError, NetworkError
 from muletrain.optim.sketch import unpacked
 from muletrain.policy.passes import LAST, Given, Part, Pass
 from muletrain.policy.pool import OWN, Pool
+from muletrain.runtime.core.times import GONE_S
 from muletrain.runtime.pool.accumulators import Accumulators
 from muletrain.runtime.pool.calls import Calls
 from muletrain.runtime.pool.checks import Checks, checked_sketches
 from muletrain.runtime.pool.clients import Clients
-from muletrain.runtime.pool.messages import SEND_S
 from muletrain.runtime.pool.parts import KeptPart, Parts, computed_part, given_message
 from muletrain.wire.codec import Encoded, decode, encode
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from muletrain.clock import Clock
     from muletrain.compute.base import Compute
     from muletrain.events import Event
-    from muletrain.network.base import Network, PeerId
+    from muletrain.network.base import PeerId
     from muletrain.optim.sketch import Sketch
+    from muletrain.runtime.core.blocks import Blocks
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.calls import Call
@@ -54,8 +54,7 @@ class PartsDesk:
     def __init__(
         self,
         inner: Compute,
-        net: Network,
-        clock: Clock,
+        blocks: Blocks,
         tasks: Tasks,
         plan: Plan,
         servers: Servers,
@@ -63,18 +62,19 @@ class PartsDesk:
         emit: Callable[[Event], None],
         rng: random.Random,
     ) -> None:
-        """``config``: digest of the run's configuration; ``rng``: draws the results to check."""
+        """``blocks``: of this process; ``config``: digest of the run's configuration; ``rng``: draws the results to
+        check."""
         self.stage, self.plan, self.inner = inner.stage, plan, inner
-        self._net, self._clock, self._tasks, self.pool = net, clock, tasks, Pool()
+        self._net, self._clock, self._tasks, self.pool = blocks.net, blocks.clock, tasks, Pool()
         self.pool.enlist(OWN)
         self.pool.ready(OWN, 1)
         self.calls, self._steps = Calls(), set[int]()
         self._parts = Parts()
         self._own: dict[asyncio.Task[None], Given] = {}
         """Parts that the server's own device computes now."""
-        self._checks = Checks(self, clock, plan.verify, rng)
-        self.accumulators = Accumulators(self, inner, self.pool, self._parts, self.calls, self._checks, clock, tasks)
-        self.clients = Clients(self, net, clock, tasks, servers, config, emit)
+        self._checks = Checks(self, blocks.clock, plan.verify, rng)
+        self.accumulators = Accumulators(self, inner, self.pool, self._parts, self.calls, self._checks, blocks, tasks)
+        self.clients = Clients(self, blocks, tasks, servers, config, emit)
         tasks.spawn(self._watch(), "pool")
 
     # Passes ---------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class PartsDesk:
         here, whole = kept.forward_at == worker, self.plan.sequences
         message, tensors = given_message(given, kept, here, generation, whole, verdicts, accumulate=accumulate)
         try:
-            await self._net.send(worker, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_S)
+            await self._net.send(worker, message.frame(tensors), channel=message.CHANNEL, timeout_s=GONE_S)
             self.pool.sent(given.number, self._clock.now())
         except NetworkError:
             self.doubt(worker)

@@ -5,8 +5,9 @@ sign of life. The answer lists what should be otherwise: other weights, results 
 are not wanted any more, accumulators to hand over. Both are states, not events: a lost call or answer costs nothing but
 another call, and the answer about one part is always the same.
 
-Tensors travel as frames: parts (``hub.part``) while the client has room, results (``hub.result``), and chunks
-(``hub.chunk``) of weights, on request (``hub.get_weights``), and of accumulators.
+Parts (``hub.part``) and results (``hub.result``) travel as frames. Weights and accumulators are copies of
+``core.blocks``: the client asks all servers for blocks of the weights that its server named, and the server asks the
+client for those of the accumulator that it wants.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import zlib
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from blake3 import blake3
 from pydantic import FailFast, Field
 
 from muletrain.network.base import Channel
@@ -27,13 +29,10 @@ if TYPE_CHECKING:
 MAX_PARTS = 1 << 16
 """Most parts in one accumulator."""
 MAX_SERVERS = 1024
-MAX_CHUNKS = 1 << 16
 ROOM = 2
 """Parts that a client takes at once: one to compute, one in transfer."""
 MAX_ROOM = 8
 """Most parts that a client has at once: others of its parts may be withdrawn meanwhile."""
-SEND_S = 60.0
-"""Seconds for a server or a client to take a message."""
 MAX_KEPT = 64
 """Most forwards that a client keeps for their backwards; older ones are dropped, and computed again."""
 Speed = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
@@ -57,6 +56,11 @@ class Wanted(Header):
     transfer: Natural
     givings: Numbers
 
+    @property
+    def copy_name(self) -> bytes:
+        """The name of the copy that the client makes of the accumulator."""
+        return blake3(self.pack()).digest()
+
 
 class Answer(Header):
     """The answer to ``Next``. ``number``: of the answer in the session. ``weights``: digest of the newest weights, the
@@ -64,7 +68,7 @@ class Answer(Header):
     the stage, unless the client knows; ``clients``: number here; ``speed``: of the clients together [forward passes of a
     sequence per second]; ``own``: of the server's device; ``helpers``: number of idle clients that could help the server
     to end the step. Of what the client has: ``counts``: results that count; ``gone``: parts, results and forwards that
-    are of no use. ``wanted``: the accumulator to hand over, if any."""
+    are of no use. ``wanted``: the accumulator that the client hands over, until the server has it."""
 
     number: Natural = 0
     weights: Digest
@@ -108,27 +112,6 @@ class Ended(Message):
     """The run has ended."""
 
     KIND: ClassVar[str] = "hub.ended"
-
-
-class GetWeights(Message):
-    """Asks for chunks of the weights with this digest, instead of an earlier request."""
-
-    KIND: ClassVar[str] = "hub.get_weights"
-    weights: Digest
-    chunks: Annotated[tuple[Natural, ...], Field(max_length=MAX_CHUNKS), FailFast()]
-
-
-class Chunk(Message):
-    """One chunk of the ``weights`` with this digest, fp32, or of the accumulator of ``transfer``, in the codec of
-    gradients. ``givings``: the parts in the accumulator, with its first chunk."""
-
-    KIND: ClassVar[str] = "hub.chunk"
-    CHANNEL: ClassVar[Channel] = Channel.AVERAGE
-    TENSORS: ClassVar[int] = 1
-    chunk: Natural
-    weights: Digest | None = None
-    transfer: Natural = 0
-    givings: Numbers = ()
 
 
 class Give(Message):
@@ -176,5 +159,4 @@ class Result(Message):
     problem: Text = ""
 
 
-FROM_CLIENT: dict[str, type[Message]] = {m.KIND: m for m in (GetWeights, Result, Chunk)}
-FROM_SERVER: dict[str, type[Message]] = {m.KIND: m for m in (Ended, Give, Chunk)}
+FROM_SERVER: dict[str, type[Message]] = {m.KIND: m for m in (Ended, Give)}

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from muletrain.compute.base import Microbatch
 from muletrain.compute.slot import Turn
 from muletrain.errors import Malformed, MuletrainError
+from muletrain.network.base import Channel
 from muletrain.optim.sketch import packed
 from muletrain.policy.passes import Pass
+from muletrain.runtime.core.blocks import StateImage
+from muletrain.runtime.pool.accumulators import packed_gradient
 from muletrain.runtime.pool.checks import checked_message
 from muletrain.runtime.pool.messages import MAX_KEPT, Give, Result
 from muletrain.runtime.pool.parts import recomputed
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
 
     from muletrain.compute.base import Compute
     from muletrain.runtime.core.plan import Plan
+    from muletrain.runtime.pool.messages import Wanted
 
 UNCOUNTED = 3
 """Most gradients of parts that a client holds or computes beside its accumulator."""
@@ -154,18 +160,20 @@ class Accumulator:
             self._compute.discard(mb)
         self._room.set()
 
-    async def hand_over(self, generation: int, step: int, givings: Collection[int]) -> tuple[Tensor, set[int]]:
-        """Returns the sum of ``step``, flat fp32 [G], with all present ``givings``, and their numbers; then begins
-        anew."""
+    async def hand_over(self, wanted: Wanted, plan: Plan) -> StateImage:
+        """Returns a copy for the server: the sum of a step, with all present givings that count, and their numbers. Then
+        begins anew."""
+        step, counts = wanted.step, {*wanted.givings}
         async with self._lock:
-            self._begin_anew(step, generation)
-            for number in [n for n, mb in self._uncounted.items() if n in givings and mb.step == step]:
+            self._begin_anew(step, wanted.generation)
+            for number in [n for n, mb in self._uncounted.items() if n in counts and mb.step == step]:
                 self._settle(number, counts=True)
-            gradient = await self._compute.gradient(step)
-            handed = await self._compute.room(len(gradient))
-            await self._compute.offload(handed.copy_, gradient)
+            gradient = await packed_gradient(await self._compute.gradient(step), self._compute, plan)
             self._compute.clear(step)
-            return handed, self._counted.pop(step, set())
+            givings = torch.tensor(sorted(self._counted.pop(step, ())), dtype=torch.int64)
+        copy = StateImage({"givings": givings, "gradient": gradient}, Channel.AVERAGE)
+        await copy.name(self._compute.offload)
+        return copy
 
 
 class PartWork:

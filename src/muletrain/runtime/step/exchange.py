@@ -15,7 +15,6 @@ from muletrain.errors import NetworkError, ProtocolError
 from muletrain.policy import speakers
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
-from muletrain.runtime.averaging.messages import AskGradient
 from muletrain.runtime.core.times import AGAIN_S, GONE_S, LAG_S, pause_s
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.members.messages import Suspected
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from muletrain.network.base import PeerId
+    from muletrain.runtime.core.blocks import StateImage
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
@@ -429,21 +429,22 @@ class Current(Protocol):
 
 
 class Answers:
-    """Answers peers that take a gradient of the current step, or of earlier steps."""
+    """Gives copies of the gradients of the current step, and of earlier steps (``core.blocks``)."""
 
     def __init__(self, ctx: Context, current: Current, log: GradientLog, membership: Membership) -> None:
         self._ctx, self._current, self._log, self._membership = ctx, current, log, membership
-        ctx.net.serve(AskGradient.KIND, self._gradient)
+        ctx.blocks.offers("gradients", self._given)
 
-    async def _gradient(self, sender: PeerId, payload: bytes) -> bytes:
-        """Answer with a gradient's manifest. Raises ProtocolError for a peer of another stage, unless for the part tied
-        to the peer's own stage."""
-        ask, state = AskGradient.unpack(payload), self._current.state
-        own, sharing = self._ctx.roster.own.stage, state.builder.tied
-        if ask.tied and own not in sharing:
-            raise ProtocolError("this stage shares no parameters")
-        if not any([await self._membership.serves(sender, stage) for stage in (sharing if ask.tied else (own,))]):
-            raise ProtocolError("a gradient is for replicas of its stage")
-        if ask.tied:
-            return await self._log.tied_manifest(sender, ask.round, state.gradient, state.other)
-        return await self._log.manifest(sender, ask.round, state.gradient)
+    async def _given(self, peer: PeerId, name: bytes) -> StateImage | None:
+        """See ``core.blocks.Reader``. A gradient is for replicas of its stage; the tied part also for the other stage
+        that shares these parameters."""
+        state, roster = self._current.state, self._ctx.roster
+        own, sharing = roster.own.stage, state.builder.tied
+        served = roster.member(peer).stage if roster.knows(peer) else None
+        for tied, stages in ((False, (own,)), (True, sharing if own in sharing else ())):
+            image = await self._log.image(peer, name, state.gradient, state.other, tied=tied) if stages else None
+            if image is not None and (
+                served in stages or any([await self._membership.serves(peer, s) for s in stages])
+            ):
+                return image
+        return None

@@ -41,12 +41,6 @@ class _Past:
     """Kept for replicas, which need both parts."""
     image: StateImage | None = None
 
-    def copies(self, *, tied: bool) -> list[StateImage]:
-        """The finished copies for sending: of the whole gradient, or of the ``tied`` part."""
-        whole = {} if self.image is None else {False: self.image}
-        made = [image for kind, image in (self.gradient.packed if self.gradient else whole).items() if kind == tied]
-        return [*made, self.other.image] if tied and self.other is not None else made
-
     @property
     def nbytes(self) -> int:
         beside = 0 if self.other is None else self.other.image.size
@@ -61,11 +55,8 @@ class GradientLog:
     def __init__(self, ctx: Context, limit: int) -> None:
         self._ctx, self._limit = ctx, limit
         self._past: deque[_Past] = deque()
-        self._current: dict[bool, list[StateImage]] = {False: [], True: []}
-        """Copies of the current step's gradient, and of its tied part, that peers asked for."""
         self._followers: dict[PeerId, tuple[int, float]] = {}
         """Peers that catch up: the first step that each needs, and its last sign."""
-        ctx.blocks.offers("gradients", self._given)
 
     def follow(self, peer: PeerId, step: int) -> None:
         """``peer`` takes the state before ``step``, and will need the gradients from ``step`` on."""
@@ -87,7 +78,6 @@ class GradientLog:
         record = builder.record()
         assert record is not None, "the step is applied"
         past.append(_Past(builder.step, builder.lineage, record, gradient.entry, gradient, other))
-        self._current = {False: [], True: []}
         now = self._ctx.clock.now()
         self._followers = {p: f for p, f in self._followers.items() if now - f[1] < GONE_S}
         needed = min((step for step, _ in self._followers.values()), default=builder.step)
@@ -124,51 +114,22 @@ class GradientLog:
                 return past.entry, past.record
         return None
 
-    async def manifest(self, peer: PeerId, round_: bytes, current: MeanGradient | None) -> bytes:
-        """The manifest of the gradient of ``round_``, if kept or ``current``; else empty."""
-        if current is not None and current.entry.round == round_:
-            return self._handed_out(await current.image(self._ctx), tied=False)
-        for past in self._past:
-            if past.entry.round == round_:
+    async def image(
+        self, peer: PeerId, name: bytes, current: MeanGradient | None, other: TiedPart | None, *, tied: bool
+    ) -> StateImage | None:
+        """The copy with this ``name`` of a whole gradient (``tied``: of a tied part) that is kept, or is ``current`` or
+        ``other``; None: no such copy is here."""
+        for gradient, part in ((current, other), *((past.gradient, past.other) for past in self._past)):
+            if gradient is not None and gradient.has(name, tied=tied):
+                self._heard(peer, gradient.entry.step)
+                return await gradient.image(self._ctx, tied=tied)
+            if tied and part is not None and part.has(name):
+                return part.image
+        for past in () if tied else self._past:
+            if past.image is not None and name in (past.entry.round, past.image.digest):
                 self._heard(peer, past.step)
-                image = past.image if past.gradient is None else await past.gradient.image(self._ctx)
-                return b"" if image is None else image.manifest
-        return b""
-
-    async def tied_manifest(
-        self, peer: PeerId, round_: bytes, current: MeanGradient | None, other: TiedPart | None
-    ) -> bytes:
-        """The manifest of the tied part of the gradient of ``round_``, if kept, or ``current`` or ``other``; else
-        empty."""
-        gradients = [current, *(past.gradient for past in self._past)]
-        parts = [other, *(past.other for past in self._past)]
-        images = [await g.image(self._ctx, tied=True) for g in gradients if g is not None and g.entry.round == round_]
-        images += [part.image for part in parts if part is not None and part.entry.round == round_]
-        return self._handed_out(images[0], tied=True) if images else b""
-
-    def _handed_out(self, image: StateImage, *, tied: bool) -> bytes:
-        if image not in self._current[tied]:
-            self._current[tied].append(image)
-        return image.manifest
-
-    async def _given(self, peer: PeerId, digest: bytes) -> StateImage | None:
-        """See ``core.blocks.Reader``: the stage of ``peer`` must need the copy."""
-        for tied in (False, True):
-            found = list(self._current[tied]) if self._needs(peer, tied=tied) else []
-            for image in found:
-                if image.digest == digest:
-                    return image
-            for past in self._past if self._needs(peer, tied=tied) else ():
-                for image in past.copies(tied=tied):
-                    if image.digest == digest:
-                        self._heard(peer, past.step)
-                        return image
+                return past.image
         return None
-
-    def _needs(self, peer: PeerId, *, tied: bool) -> bool:
-        roster, plan = self._ctx.roster, self._ctx.plan
-        stages = plan.tied.stages if tied and plan.tied is not None else (roster.own.stage,)
-        return roster.knows(peer) and roster.member(peer).stage in stages
 
     def _heard(self, peer: PeerId, step: int) -> None:
         if peer in self._followers:

@@ -20,7 +20,7 @@ import torch
 from muletrain.errors import CapacityError, MuletrainError, PeerUnreachable, ProtocolError
 from muletrain.locks import Lock, lock
 from muletrain.policy.deadline import CEILING_S, Deadline
-from muletrain.runtime.core.blocks import BUSY, DTYPES, Downloader, Manifest, StateImage, block_size
+from muletrain.runtime.core.blocks import BUSY, DTYPES, Downloader, Manifest, StateImage
 from muletrain.runtime.core.disk import Disk, check_room
 from muletrain.runtime.core.times import GONE_S, pause_s
 from muletrain.runtime.transfer.tokens import FileCopy, FilePartial, age, make_room
@@ -142,8 +142,6 @@ class BaseStore:
         if [(name, tuple(shape)) for name, _, shape in manifest.tensors] != wanted:
             raise ProtocolError("the manifest of a part of the base names other tensors than the model has")
         manifest.check(max(t.itemsize for t in DTYPES.values()) * sum(math.prod(shape) for _, shape in wanted))
-        if manifest.block > block_size(manifest.size):  # blocks lie in our memory
-            raise ProtocolError("the manifest of a part of the base has blocks that are too large")
 
     def has(self, part: int) -> bool:
         """Is ``part`` here, as far as is known without reading it?"""

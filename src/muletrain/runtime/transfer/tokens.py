@@ -26,7 +26,7 @@ from muletrain.errors import CapacityError, DataError, MuletrainError, NetworkEr
 from muletrain.events import TrainerAdded, TransferFailed
 from muletrain.locks import Lock, lock
 from muletrain.policy.deadline import backoff_s
-from muletrain.runtime.core.blocks import PartialDownload, StateImage, block_size
+from muletrain.runtime.core.blocks import PartialDownload, StateImage
 from muletrain.runtime.core.disk import Disk, check_room
 from muletrain.runtime.core.times import AGAIN_S, GONE_S
 from muletrain.runtime.transfer.messages import Shared
@@ -260,8 +260,8 @@ class Sharing:
     async def _begin(self, manifest: Manifest, file: int) -> FilePartial:
         """Begin with the blocks that ``file`` has already. Raises DataError for a manifest that cannot be the tokens',
         and OSError."""
-        if manifest.size != self.shared.size or manifest.block > block_size(manifest.size):  # blocks lie in our memory
-            raise DataError("the welcome names another number of tokens than there are, or blocks that are too large")
+        if manifest.size != self.shared.size:
+            raise DataError("the welcome names another number of tokens than there are")
         return await FilePartial.resumed(self.shared.digest, manifest, file, self.disk)
 
     async def _checked(self) -> npt.NDArray[np.integer]:

@@ -99,7 +99,9 @@ class Actors(VirtualHost):
         self._kind_of: dict[str, int] = {}
         self._served: dict[str, int] = {}
         """Present or last stage of each peer and client, departed ones included."""
-        super().__init__(MemoryHub(FleetLinks(setting, self._kind_of, self._served), hands_over=True), [])
+        super().__init__(
+            MemoryHub(FleetLinks(setting, self._kind_of, self._served, self._clients), hands_over=True), []
+        )
         stage_of = (
             {
                 self._name(k): s
