@@ -38,7 +38,7 @@ MAX_DEPTH = 8
 class Header(Protocol):
     """A message that becomes a frame's header."""
 
-    def model_dump(self) -> dict[str, Any]: ...
+    def model_dump(self, *, exclude_defaults: bool) -> dict[str, Any]: ...
 
 
 class Frame:
@@ -64,7 +64,7 @@ class Frame:
     def header(self) -> dict[str, Any]:
         if self._header is None:
             assert self.message is not None  # one of the two is there
-            self._header = self.message.model_dump()
+            self._header = self.message.model_dump(exclude_defaults=True)  # as in calls
         return self._header
 
 
