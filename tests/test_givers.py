@@ -133,7 +133,7 @@ def test_the_founder_gives_a_guest_its_own_stages_part_and_only_until_the_run_be
         own.open()
         own.seat("founder", introduction("founder"))
         guest, stranger = hub.join("guest"), hub.join("stranger")
-        client, ask = JoinClient(guest, "founder"), join.AskPart(offset=0)
+        client, ask = JoinClient(guest, "founder"), join.AskPiece(offset=0, part=True)
         welcome = await client.join(introduction("guest"))
         assert await asked(guest, "founder", ask) == f"weights of stage {welcome.stage}".encode()
         await refused(stranger, "founder", ask, "for a guest that prepares its stage")

@@ -22,7 +22,7 @@ from muletrain.network.memory import MemoryHub
 from muletrain.runs import own_peers
 from muletrain.runs.host import Host
 from muletrain.runs.join.client import JoinClient
-from muletrain.runs.join.messages import PIECE, AskPart, Welcome
+from muletrain.runs.join.messages import PIECE, AskPiece, Welcome
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure import machine
 from muletrain.runs.own_peers import Listening, OwnPeers
@@ -175,14 +175,14 @@ def test_an_owners_bandwidth_counts_from_the_first_byte_on(tmp_path: Path) -> No
         founder, clock = hub.join("f"), LoopClock()
 
         async def part(sender: str, payload: bytes) -> bytes:
-            offset = AskPart.unpack(payload).offset
+            offset = AskPiece.unpack(payload).offset
             return data[offset : offset + PIECE]
 
         async def blocks(sender: str, frame: Frame) -> None:
             came.set()
 
         came = asyncio.Event()
-        founder.serve(AskPart.KIND, part)
+        founder.serve(AskPiece.KIND, part)
         network.receive(blocks)
         welcome = Welcome.model_construct(stage=0, part_size=len(data), part_digest=hashlib.sha256(data).digest())
         begin = clock.now()

@@ -56,8 +56,7 @@ class Founder:
         for message in (
             messages.AskAdmitter,
             messages.JoinRequest,
-            messages.AskTokenizer,
-            messages.AskPart,
+            messages.AskPiece,
             messages.Declined,
         ):
             net.serve(message.KIND, self._answers(message))

@@ -18,7 +18,7 @@ from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.host import Host
 from muletrain.runs.join import newcomer
 from muletrain.runs.join.client import JoinClient
-from muletrain.runs.join.messages import AGAIN, CALL_S, AskPart, Ready
+from muletrain.runs.join.messages import AGAIN, CALL_S, AskPiece, Ready
 from muletrain.runs.join.newcomer import AGAIN_TRIES
 from muletrain.runs.join.patience import PATIENCE_S
 from muletrain.runs.join.rendezvous import PREPARE_S
@@ -93,7 +93,7 @@ def test_a_guest_that_takes_its_part_keeps_its_place(tmp_path: Path) -> None:
         for _ in range(4):
             await asyncio.sleep(0.6 * PREPARE_S)
             assert not gathering.done()
-            await net.call("founder", AskPart.KIND, AskPart(offset=0).pack(), timeout_s=CALL_S)
+            await net.call("founder", AskPiece.KIND, AskPiece(offset=0, part=True).pack(), timeout_s=CALL_S)
         genesis = await gathering
         assert [m.name for m in genesis.members] == ["founder"]
         return LoopClock().now()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from muletrain import __version__
 from muletrain.clock import loop_time_s
-from muletrain.errors import AdmissionError, CapacityError
+from muletrain.errors import AdmissionError, CapacityError, ProtocolError
 from muletrain.events import Admitted, JoinRefused, Note
 from muletrain.policy.recent import Debts
 from muletrain.runs.join.messages import (
@@ -20,7 +20,7 @@ from muletrain.runs.join.messages import (
     Admitter,
     AskAdmitter,
     AskBegun,
-    AskTokenizer,
+    AskPiece,
     Begun,
     Declined,
     JoinRequest,
@@ -96,7 +96,7 @@ class Admission:
         """Answer newcomers from now on, in place of any earlier ``Admission`` on this network."""
         serve_admitter(self.net, self.net.peer_id)
         JoinRequest.serve(self.net, self._on_request)
-        self.net.serve(AskTokenizer.KIND, self._on_tokenizer)
+        self.net.serve(AskPiece.KIND, self.on_piece)
         self.net.serve(Declined.KIND, self._on_declined)
         AskBegun.serve(self.net, self._on_begun)
 
@@ -139,9 +139,12 @@ class Admission:
         self.emit(Admitted(peer_id=sender, name=welcome.name))
         return welcome
 
-    async def _on_tokenizer(self, sender: PeerId, payload: bytes) -> bytes:
-        offset = AskTokenizer.unpack(payload).offset
-        return self.info.tokenizer[offset : offset + PIECE]
+    async def on_piece(self, sender: PeerId, payload: bytes) -> bytes:
+        """Answer with a piece of the tokenizer. Raises ProtocolError for other pieces, which only the founder has."""
+        ask = AskPiece.unpack(payload)
+        if ask.part:
+            raise ProtocolError("a part of the checkpoint is for a guest that prepares its stage")
+        return self.info.tokenizer[ask.offset : ask.offset + PIECE]
 
     async def _on_declined(self, sender: PeerId, payload: bytes) -> bytes:
         declined = Declined.unpack(payload)

@@ -16,8 +16,7 @@ from muletrain.runs.join.messages import (
     READY_EVERY_S,
     AskAdmitter,
     AskBegun,
-    AskPart,
-    AskTokenizer,
+    AskPiece,
     Begin,
     Declined,
     JoinRequest,
@@ -116,14 +115,14 @@ class JoinClient:
 
     async def tokenizer(self, welcome: Welcome) -> bytes:
         """Load the tokenizer. Raises ProtocolError for pieces that do not fit, or another NetworkError."""
-        return b"".join([piece async for piece in self._pieces(AskTokenizer, welcome.tokenizer_size)])
+        return b"".join([piece async for piece in self._pieces(welcome.tokenizer_size)])
 
     async def part(self, welcome: Welcome, into: Path) -> None:
         """Write our stage's part of the checkpoint to the file ``into``. Raises ProtocolError for content that differs
         from the promised digest, or another NetworkError."""
         digest = hashlib.sha256()
         with into.open("wb") as file:
-            async for piece in self._pieces(AskPart, welcome.part_size):
+            async for piece in self._pieces(welcome.part_size, part=True):
                 digest.update(piece)
                 file.write(piece)
         if digest.digest() != welcome.part_digest:
@@ -150,16 +149,16 @@ class JoinClient:
             if done:
                 return self._genesis.result()
 
-    async def _pieces(self, ask: type[AskTokenizer | AskPart], size: int) -> AsyncIterator[bytes]:
-        """``size`` bytes, in order. Raises ProtocolError for a piece of another length."""
+    async def _pieces(self, size: int, *, part: bool = False) -> AsyncIterator[bytes]:
+        """``size`` bytes of the tokenizer, or of our ``part``, in order. Raises ProtocolError for a piece of another length."""
 
         async def piece(offset: int) -> bytes:
-            message = ask(offset=offset)
+            ask = AskPiece(offset=offset, part=part).pack()
             answer = await patiently(
-                lambda: self._net.call(self.admitter, message.KIND, message.pack(), timeout_s=CALL_S), self._tell
+                lambda: self._net.call(self.admitter, AskPiece.KIND, ask, timeout_s=CALL_S), self._tell
             )
             if len(answer) != min(PIECE, size - offset):
-                raise ProtocolError(f"{ask.KIND}: the pieces do not add up to {size} bytes")
+                raise ProtocolError(f"{AskPiece.KIND}: the pieces do not add up to {size} bytes")
             return answer
 
         for begin in range(0, size, AHEAD * PIECE):

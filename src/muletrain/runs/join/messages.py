@@ -84,18 +84,13 @@ class JoinRequest(Call[Welcome]):
         return Offer(self.memory, self.host_memory)
 
 
-class AskTokenizer(Message):
-    """Asks for the piece of the tokenizer at ``offset``."""
+class AskPiece(Message):
+    """Asks for the piece at ``offset`` of the tokenizer or, in a resumed run, of the checkpoint ``part`` of the sender's
+    stage."""
 
-    KIND: ClassVar[str] = "join.tokenizer"
+    KIND: ClassVar[str] = "join.piece"
     offset: Natural
-
-
-class AskPart(Message):
-    """Asks for the piece at ``offset`` of the checkpoint part of the sender's stage."""
-
-    KIND: ClassVar[str] = "join.part"
-    offset: Natural
+    part: bool = False
 
 
 class Declined(Message):

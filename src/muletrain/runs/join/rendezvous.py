@@ -16,7 +16,7 @@ from muletrain.runs.join.messages import (
     PIECE,
     READY_EVERY_S,
     AskAdmitter,
-    AskPart,
+    AskPiece,
     Begin,
     Begun,
     JoinRequest,
@@ -89,7 +89,7 @@ class Rendezvous:
     def open(self) -> None:
         """Answer newcomers and guests from now on."""
         self._admission.open()
-        self.net.serve(AskPart.KIND, self._on_part, free=True)
+        self.net.serve(AskPiece.KIND, self._on_piece, free=True)
 
     def seat(self, peer: PeerId, request: JoinRequest) -> int:
         """Admit ``peer``, and return the stage. Raises AdmissionError or CapacityError."""
@@ -254,12 +254,14 @@ class Rendezvous:
             first_step=0 if self.checkpoint is None else self.checkpoint.step,
         )
 
-    async def _on_part(self, sender: PeerId, payload: bytes) -> bytes:
+    async def _on_piece(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises ProtocolError except for a guest that prepares its stage."""
-        ask, guest = AskPart.unpack(payload), self._guests.get(sender)
-        if self._begun is not None or guest is None or self.checkpoint is None:
-            raise ProtocolError("a part of the checkpoint is for a guest that prepares its stage")
+        ask, guest = AskPiece.unpack(payload), self._guests.get(sender)
+        if self._begun is not None or guest is None:
+            raise ProtocolError("pieces are for a guest that prepares its stage")
         self.goes_on(sender)
+        if not ask.part or self.checkpoint is None:
+            return await self._admission.on_piece(sender, payload)
         return await asyncio.to_thread(_read_piece, self.checkpoint.parts[guest.welcome.stage], ask.offset)
 
 

@@ -245,10 +245,10 @@ class Sharing:
         givers = [p for p in ctx.roster.trainers() if p != me][:WANTED]
         if self._partial is None:
             try:
-                manifest = await taker.manifest(self.shared.digest, givers, lambda m: m.check(self.shared.size))
+                manifest = await taker.manifest(self.shared.digest, givers, self._check)
             except ProtocolError as e:  # no other giver has a different manifest
                 raise DataError(f"the welcome names tokens that cannot be: {e}") from None
-            self._partial = await self._begin(manifest, file)
+            self._partial = await FilePartial.resumed(self.shared.digest, manifest, file, self.disk)
         try:
             await taker.fetch(self._partial, givers)
         except PeerUnreachable:
@@ -257,12 +257,11 @@ class Sharing:
                 raise problem from None
             raise
 
-    async def _begin(self, manifest: Manifest, file: int) -> FilePartial:
-        """Begin with the blocks that ``file`` has already. Raises DataError for a manifest that cannot be the tokens',
-        and OSError."""
+    def _check(self, manifest: Manifest) -> None:
+        """Raises ProtocolError for a manifest that cannot be the tokens'."""
+        manifest.check(self.shared.size)
         if manifest.size != self.shared.size:
-            raise DataError("the welcome names another number of tokens than there are")
-        return await FilePartial.resumed(self.shared.digest, manifest, file, self.disk)
+            raise ProtocolError("another number of tokens than there are")
 
     async def _checked(self) -> npt.NDArray[np.integer]:
         """The tokens, checked against ``Genesis.data``, which we give on from now on. Raises DataError."""
