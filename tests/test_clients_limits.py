@@ -61,7 +61,6 @@ def server_in(hub: MemoryHub, emit: Any, tasks: Tasks) -> Clients:
         inner=None,
         pool=pool,
         plan=SimpleNamespace(chunk=1),
-        accumulators=SimpleNamespace(each_s=0.0, wanted=lambda client: (), begun=lambda client, handed: None),
         verdicts=lambda client, ask: ((), ()),
         feed=lambda: None,
     )
@@ -109,7 +108,7 @@ def test_a_client_between_two_servers_hears_at_once_that_the_run_has_ended() -> 
         running = asyncio.create_task(client.run())
         await asyncio.sleep(1.0)
         assert client._home == "server"
-        server._desk.lose("client", "it was late")  # type: ignore[attr-defined]
+        server.desk.lose("client", "it was late")  # type: ignore[attr-defined]
         server._digest = None  # it ends, and takes nobody
         await asyncio.sleep(2.0)
         assert client._home is None
@@ -128,7 +127,7 @@ def test_a_client_between_two_stages_hears_at_once_that_the_run_has_ended() -> N
         server, net = server_in(hub, lambda event: None, tasks), hub.join("client")
         first = Next(name="c", config=CONFIG, stage=0, session=1).pack()
         await net.call("server", Next.KIND, first, timeout_s=1)
-        server._desk.lose("client", "it leaves for another stage")  # type: ignore[attr-defined]
+        server.desk.lose("client", "it leaves for another stage")  # type: ignore[attr-defined]
         compute: Any = SimpleNamespace(
             stage=1, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None, room=room, offload=None
         )

@@ -138,12 +138,14 @@ class Client:
             except NetworkError:
                 tries = 0 if self._worked else tries + 1
                 lost_at = lost_at if self._home is None else self._clock.now()
-                await self._leave()
+                self._home = None
+                await self._drop()
             if self._clock.now() - lost_at > PATIENCE_S:
                 raise NoServer(f"no server of stage {self._compute.stage} answers for {PATIENCE_S:.0f} s")
             await self._clock.sleep(pause_s(tries, AGAIN_S))
         await self._part_from(self._home, self._session)
-        await self._leave()
+        self._home = None
+        await self._drop()
 
     # A server ---------------------------------------------------------------------------------------------------------
 
@@ -168,15 +170,19 @@ class Client:
         self._worked = False
         self._hear(state)
 
+    @property
+    def _current(self) -> bool:
+        """Do we compute with our server's newest weights?"""
+        return self._wanted is not None and self._work.has(self._wanted, self._steps)
+
     def _state(self) -> Next:
         """Returns what our server should know."""
-        current = self._wanted is not None and self._work.has(self._wanted, self._steps)
         return self._asks.model_copy(
             update={
                 "session": self._session,
                 "heard": self._heard,
                 "servers": checksum(self._servers.known),
-                "weights": self._wanted if current else None,
+                "weights": self._wanted if self._current else None,
                 "version": self.version,
                 "parts": tuple(sorted(self._out)),
                 "uncounted": self._accumulator.uncounted(),
@@ -229,10 +235,6 @@ class Client:
                     server, self._asks.model_copy(update={"session": session, "leaves": True, "heard": 1})
                 )
 
-    async def _leave(self) -> None:
-        self._home = None
-        await self._drop()
-
     async def _drop(self) -> None:
         """Drop all work, which is of no further use."""
         self._copy = None
@@ -250,8 +252,7 @@ class Client:
                 self._news.clear()
                 if self._home is None:
                     raise PeerUnreachable("the server does without us")
-                current = self._wanted is not None and self._work.has(self._wanted, self._steps)
-                if self._wanted is not None and not current and self.version > self._sits_out:
+                if self._wanted is not None and not self._current and self.version > self._sits_out:
                     self.moved = self._moves
                     if self._moves:
                         break
@@ -271,8 +272,7 @@ class Client:
 
     def _idle(self) -> bool:
         """Is there nothing to do, and would nothing be lost if we went?"""
-        current = self._wanted is not None and self._work.has(self._wanted, self._steps)
-        return current and not self._out and self._copy is None and self._accumulator.empty
+        return self._current and not self._out and self._copy is None and self._accumulator.empty
 
     async def _go_to(self, server: PeerId, home: PeerId) -> bool:
         """Returns False if ``server`` does not take us; if the run has ended, ``home`` tells us."""
