@@ -15,8 +15,8 @@ from muletrain.events import ClientBegan, ClientFinished
 from muletrain.runs.join.removal import Members
 from muletrain.runs.worker_files import LEFT
 from muletrain.runtime.core.tasks import Tasks
-from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.servers import Costs, NoServer, Roaming
+from muletrain.runtime.pool.client import Client, Roaming
+from muletrain.runtime.pool.servers import Costs, NoServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
