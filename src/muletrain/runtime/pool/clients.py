@@ -368,6 +368,7 @@ class Clients:
     async def end(self, *, over: bool) -> None:
         """This server ends; ``over``: so does the run, and all clients are told. Returns when they heard it, or
         soon."""
+        self.close()
         clients = {**self._lately, **self._clients}
         ended, self._clients, self._digest = self._clients, {}, None
         for client in ended.values():
@@ -433,9 +434,11 @@ class Clients:
 
     async def _name(self, copy: WeightsCopy, steps: tuple[int, ...]) -> None:
         """Tell clients of new weights."""
-        with contextlib.suppress(MuletrainError):  # the weights change again
+        try:
             await copy.name(self.desk.inner.offload)
-        if self._copy is not copy:
+        except MuletrainError:  # the weights change again
+            return
+        if copy.closed:
             return
         self._digest, self._steps = copy.digest, steps
         self._digests = {s: d for s, d in self._digests.items() if s + 1 in steps} | dict.fromkeys(steps, copy.digest)
