@@ -65,8 +65,7 @@ def server_in(hub: MemoryHub, emit: Any, tasks: Tasks) -> Clients:
         feed=lambda: None,
     )
     desk.lose = lambda who, why: clients.gone(who, why, 0)
-    blocks, servers = Blocks(net, LoopClock(), tasks), SimpleNamespace(stage=lambda s: ("server",))
-    clients = Clients(desk, blocks, tasks, servers, CONFIG, emit)  # type: ignore[arg-type]
+    clients = Clients(desk, Blocks(net, LoopClock(), tasks), tasks, lambda stage: ("server",), CONFIG, emit)
     clients._digest, clients._version = bytes(32), 1
     return clients
 
@@ -227,9 +226,9 @@ def test_a_loss_that_is_not_believed_is_computed_again_and_counts_for_nothing() 
 
     async def scenario() -> None:
         hub, clock, tasks, claimed = MemoryHub(), LoopClock(), Tasks(), list[float]()
-        servers: Any = SimpleNamespace(stage=lambda stage: ("server",))
         own, net, rng = reference.stage_compute(facts, 0), hub.join("server"), random.Random(1)
-        desk = PartsDesk(own, Blocks(net, clock, tasks), tasks, facts.plan, servers, CONFIG, lambda event: None, rng)
+        blocks = Blocks(net, clock, tasks)
+        desk = PartsDesk(own, blocks, tasks, facts.plan, lambda stage: ("server",), CONFIG, lambda event: None, rng)
         server, compute = PooledCompute(desk), reference.client_compute(facts, 0)
         await server.digest()
         right = compute.loss_backward

@@ -51,14 +51,6 @@ FULL = f"this server has {MAX_CLIENTS} clients, as many as it takes; try another
 UNKNOWN = "this server does not know this client (any more)"
 
 
-class Servers(Protocol):
-    """Knows the stage's servers (``members.Roster``)."""
-
-    def stage(self, stage: int) -> tuple[str, ...]:
-        """Returns the live servers of ``stage``, sorted."""
-        ...
-
-
 class Desk(Protocol):
     """The server that the clients work for (``desk.PartsDesk``)."""
 
@@ -134,12 +126,12 @@ class Clients:
         desk: Desk,
         blocks: Blocks,
         tasks: Tasks,
-        servers: Servers,
+        servers: Callable[[int], tuple[PeerId, ...]],
         config: bytes,
         emit: Callable[[Event], None],
     ) -> None:
-        """Hear clients from now on, in place of an earlier server of this process. ``config``: digest of the run's
-        configuration."""
+        """Hear clients from now on, in place of an earlier server of this process. ``servers``: returns the live
+        servers of a stage, sorted; ``config``: digest of the run's configuration."""
         self.desk, self._net, self._clock, self._tasks = desk, blocks.net, blocks.clock, tasks
         self._servers, self._config, self._emit = servers, config, emit
         self._clients: dict[PeerId, _Client] = {}
@@ -244,7 +236,7 @@ class Clients:
         """Raises AdmissionError before there are weights, and at the end."""
         if self._digest is None:
             raise AdmissionError("this server does not serve now; try again in some seconds, or another one")
-        servers, pool = self._servers.stage(self.desk.stage), self.desk.pool
+        servers, pool = self._servers(self.desk.stage), self.desk.pool
         numbers = {*ask.parts, *ask.uncounted, *ask.forwards, *results}
         counts, gone = self.desk.verdicts(sender, numbers) if number else ((), ())
         return Answer(

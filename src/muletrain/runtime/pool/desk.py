@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.calls import Call
-    from muletrain.runtime.pool.clients import Servers
     from muletrain.runtime.pool.messages import Result
 
 LOOK_S = 1.0
@@ -57,13 +56,13 @@ class PartsDesk:
         blocks: Blocks,
         tasks: Tasks,
         plan: Plan,
-        servers: Servers,
+        servers: Callable[[int], tuple[PeerId, ...]],
         config: bytes,
         emit: Callable[[Event], None],
         rng: random.Random,
     ) -> None:
-        """``blocks``: of this process; ``config``: digest of the run's configuration; ``rng``: draws the results to
-        check."""
+        """``blocks``: of this process; ``servers``: see ``Clients``; ``config``: digest of the run's configuration;
+        ``rng``: draws the results to check."""
         self.stage, self.plan, self.inner = inner.stage, plan, inner
         self._net, self._clock, self._tasks, self.pool = blocks.net, blocks.clock, tasks, Pool()
         self.pool.enlist(OWN)
