@@ -63,10 +63,10 @@ def test_a_manifest_of_anything_but_an_accumulator_is_refused() -> None:
     async def scenario() -> None:
         tasks = Tasks()
         blocks = Blocks(MemoryHub().join("server"), LoopClock(), tasks)
-        receiver: Any = SimpleNamespace(plan=plan(Codec.INT8))
+        clients: Any = SimpleNamespace(desk=SimpleNamespace(plan=plan(Codec.INT8)))
         device: Any = Device()
         nothing: Any = None
-        own = Accumulators(receiver, device, nothing, nothing, nothing, nothing, blocks, tasks)
+        own = Accumulators(clients, device, nothing, nothing, nothing, nothing, blocks, tasks)
         transfer = Transfer(Wanted(generation=0, step=0, transfer=1, givings=()))
 
         async def begin(tensors: Any, **other: Any) -> None:

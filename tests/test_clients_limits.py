@@ -61,13 +61,11 @@ def server_in(hub: MemoryHub, emit: Any, tasks: Tasks) -> Clients:
         inner=None,
         pool=pool,
         plan=SimpleNamespace(chunk=1),
-        accumulators=SimpleNamespace(each_s=0.0, wanted=lambda client: (), begun=lambda client, handed: None),
         verdicts=lambda client, ask: ((), ()),
         feed=lambda: None,
     )
     desk.lose = lambda who, why: clients.gone(who, why, 0)
-    blocks, servers = Blocks(net, LoopClock(), tasks), SimpleNamespace(stage=lambda s: ("server",))
-    clients = Clients(desk, blocks, tasks, servers, CONFIG, emit)  # type: ignore[arg-type]
+    clients = Clients(desk, Blocks(net, LoopClock(), tasks), tasks, lambda stage: ("server",), CONFIG, emit)
     clients._digest, clients._version = bytes(32), 1
     return clients
 
@@ -109,7 +107,7 @@ def test_a_client_between_two_servers_hears_at_once_that_the_run_has_ended() -> 
         running = asyncio.create_task(client.run())
         await asyncio.sleep(1.0)
         assert client._home == "server"
-        server._desk.lose("client", "it was late")  # type: ignore[attr-defined]
+        server.desk.lose("client", "it was late")  # type: ignore[attr-defined]
         server._digest = None  # it ends, and takes nobody
         await asyncio.sleep(2.0)
         assert client._home is None
@@ -128,7 +126,7 @@ def test_a_client_between_two_stages_hears_at_once_that_the_run_has_ended() -> N
         server, net = server_in(hub, lambda event: None, tasks), hub.join("client")
         first = Next(name="c", config=CONFIG, stage=0, session=1).pack()
         await net.call("server", Next.KIND, first, timeout_s=1)
-        server._desk.lose("client", "it leaves for another stage")  # type: ignore[attr-defined]
+        server.desk.lose("client", "it leaves for another stage")  # type: ignore[attr-defined]
         compute: Any = SimpleNamespace(
             stage=1, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None, room=room, offload=None
         )
@@ -228,9 +226,9 @@ def test_a_loss_that_is_not_believed_is_computed_again_and_counts_for_nothing() 
 
     async def scenario() -> None:
         hub, clock, tasks, claimed = MemoryHub(), LoopClock(), Tasks(), list[float]()
-        servers: Any = SimpleNamespace(stage=lambda stage: ("server",))
         own, net, rng = reference.stage_compute(facts, 0), hub.join("server"), random.Random(1)
-        desk = PartsDesk(own, Blocks(net, clock, tasks), tasks, facts.plan, servers, CONFIG, lambda event: None, rng)
+        blocks = Blocks(net, clock, tasks)
+        desk = PartsDesk(own, blocks, tasks, facts.plan, lambda stage: ("server",), CONFIG, lambda event: None, rng)
         server, compute = PooledCompute(desk), reference.client_compute(facts, 0)
         await server.digest()
         right = compute.loss_backward

@@ -23,9 +23,10 @@ from muletrain.events import ClientBegan, ClientFinished, ClientLost, FaultInjec
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.chaos import Bounds, parse, readable
 from muletrain.policy.rebalance import stage_to_help, stage_to_move_to
-from muletrain.runtime.pool import servers
+from muletrain.runtime.pool import client
+from muletrain.runtime.pool.client import Roaming
 from muletrain.runtime.pool.messages import Answer, Next
-from muletrain.runtime.pool.servers import Costs, Helpers, Roaming, helpers_of
+from muletrain.runtime.pool.servers import Costs, Helpers, helpers_of
 from muletrain.sim.loop import run_virtually
 
 from .fleet_run import checkpoint_weights, run_fleet
@@ -292,8 +293,8 @@ def test_a_client_draws_once_in_a_step_whether_it_moves(monkeypatch: pytest.Monk
 
     looks, drawn, rng = list[object](), list[float](), random.Random(1)
     monkeypatch.setattr(rng, "random", lambda: drawn.append(0.9) or 0.9)
-    monkeypatch.setattr(servers, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(servers, "helpers_of", helpers)
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(client, "helpers_of", helpers)
     net: Any = None
     asyncio.run(Roaming(there, make, net, LoopClock(), Costs([1.0], [1.0], 1.0), [0], 0, rng).run())
     assert len(looks) > 4
@@ -322,14 +323,14 @@ def test_clients_that_still_fetch_their_weights_are_not_taken_to_be_slow(monkeyp
 
     made, rng = list[Mover](), random.Random(1)
     monkeypatch.setattr(rng, "random", lambda: 0.0)
-    monkeypatch.setattr(servers, "LOOK_EVERY_S", 0.03)
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.03)
     for version, later, moves in ((2, 8.0, False), (2, 1e-9, True), (1, 1e-9, False)):
         Mover.version, of_b = version, iter([1e-9, *[later] * 9])
 
         async def helpers(net: object, asked: tuple[str, ...], of_b: Iterator[float] = of_b) -> Helpers:
             return Helpers(4, 8.0 if asked == ("a",) else next(of_b), 0.0)
 
-        monkeypatch.setattr(servers, "helpers_of", helpers)
+        monkeypatch.setattr(client, "helpers_of", helpers)
         made.clear()
         net: Any = None
         costs = Costs([1.0, 1.0], [8.0, 2.0], passes=16.0)
@@ -366,8 +367,8 @@ def test_a_client_behind_a_slow_link_leaves_the_stage_of_many_parameters(
         return Helpers(4, 8.0 if asked == ("a",) else 9.0, 0.0)
 
     went, net = list[int](), cast("Any", None)
-    monkeypatch.setattr(servers, "LOOK_EVERY_S", 0.02)
-    monkeypatch.setattr(servers, "helpers_of", helpers)
+    monkeypatch.setattr(client, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(client, "helpers_of", helpers)
     costs = Costs([1.0, 1.0], [8.0, 2.0], passes=16.0)
     asyncio.run(Roaming(there, make, net, LoopClock(), costs, [0, 1], None, random.Random(1), byte_s=byte_s).run())
     assert went == stages

@@ -35,16 +35,6 @@ if TYPE_CHECKING:
 FACTS = reference.facts_of(Scenario(1, (1,), 1, 1, 3, 0.0, (), clients=("client-0a",), sequences=4))
 
 
-class Alone:
-    """The only server of its stage."""
-
-    def __init__(self, server: str) -> None:
-        self._server = server
-
-    def stage(self, stage: int) -> tuple[str, ...]:
-        return (self._server,)
-
-
 def test_a_kicked_client_is_given_nothing_more_and_its_parts_are_computed_again() -> None:
     tokens = reference.Tokens(FACTS)
     alone = reference.stage_compute(FACTS, 0)
@@ -67,7 +57,7 @@ def test_a_kicked_client_is_given_nothing_more_and_its_parts_are_computed_again(
                 Blocks(a, LoopClock(), tasks),
                 tasks,
                 FACTS.plan,
-                Alone(a.peer_id),
+                lambda stage: (a.peer_id,),
                 bytes(32),
                 events.append,
                 random.Random(1),

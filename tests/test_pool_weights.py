@@ -39,8 +39,8 @@ class Stage:
         self.compute = HollowCompute(0, plan.stages, self.clock, 0.0, delayed=False)
         self.copy = WeightsCopy(self.compute, None)
 
-    async def server(self, name: str) -> MemoryNetwork:
-        """A server that gives weights."""
+    async def server(self, name: str, takers: int = 32) -> MemoryNetwork:
+        """A server that gives weights to so many ``takers`` at once."""
         net = self.hub.join(name)
         if not self.copy.digest:
             await self.copy.name(self.compute.offload)
@@ -48,7 +48,7 @@ class Stage:
         async def given(taker: str, digest: bytes) -> WeightsCopy | None:
             return self.copy if digest == self.copy.digest else None
 
-        Blocks(net, self.clock, self.tasks).offers("weights", given)
+        Blocks(net, self.clock, self.tasks).offers("weights", given, takers)
         return net
 
     def client(self, *servers: str) -> Client:
@@ -98,9 +98,10 @@ def test_weights_come_while_the_server_enlists_a_client(tmp_path: Path) -> None:
     assert came_s == {"enlists": 0.0, "ready": 1.0}
 
 
-def test_a_server_that_serves_another_stage_now_is_asked_for_nothing_more(tmp_path: Path) -> None:
-    """Of the two servers that a client knows one does not answer. The other one says that it serves alone, and gives the
-    rest at once."""
+@pytest.mark.parametrize(("told", "most_s"), [(True, 2.0), (False, GONE_S / 3)])
+def test_a_server_that_does_not_answer_does_not_hold_up_the_weights(told: bool, most_s: float, tmp_path: Path) -> None:
+    """Of the two servers that a client knows one does not answer. The other one gives the rest: at once if it says that
+    it serves alone."""
     took_s: list[float] = []
 
     async def scenario(stage: Stage) -> None:
@@ -116,13 +117,14 @@ def test_a_server_that_serves_another_stage_now_is_asked_for_nothing_more(tmp_pa
         fetching = asyncio.create_task(client._weights.fetch(stage.copy.digest, lambda: servers, lambda: True))
         await stage.clock.sleep(1.0)
         assert not fetching.done()
-        servers = ("there",)
-        client._hear(stage.state("there"))
+        if told:
+            servers = ("there",)
+            client._hear(stage.state("there"))
         assert await fetching is not None
         took_s.append(stage.clock.now())
 
     played(tmp_path, scenario)
-    assert took_s[0] < 2.0
+    assert took_s[0] < most_s
 
 
 @pytest.mark.parametrize(("came", "took_s"), [(4, 0.0), (1, 8.0), (0, 2.0)])
@@ -187,3 +189,23 @@ def test_weights_that_change_while_they_are_read_are_not_sent(tmp_path: Path) ->
 
     played(tmp_path, scenario)
     assert frames == []
+
+
+def test_who_finds_a_servers_places_taken_has_the_weights_soon_after(tmp_path: Path) -> None:
+    """A place was kept for a minute after the last block."""
+    took_s: list[float] = []
+
+    async def scenario(stage: Stage) -> None:
+        await stage.server("server", takers=1)
+        downloads = [
+            WeightsDownload(
+                Blocks(stage.hub.join(name), stage.clock, stage.tasks), stage.clock, stage.compute, stage.tasks
+            )
+            for name in "abc"
+        ]
+        fetches = (d.fetch(stage.copy.digest, lambda: ("server",), lambda: True) for d in downloads)
+        assert all(values is not None for values in await asyncio.gather(*fetches))
+        took_s.append(stage.clock.now())
+
+    played(tmp_path, scenario)
+    assert 1.0 < took_s[0] < GONE_S / 2

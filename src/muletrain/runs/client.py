@@ -16,8 +16,8 @@ from muletrain.runs.join.messages import ASK_EVERY_S
 from muletrain.runs.join.removal import AskMembers
 from muletrain.runs.worker_files import LEFT
 from muletrain.runtime.core.tasks import Tasks
-from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.servers import Costs, NoServer, Roaming
+from muletrain.runtime.pool.client import Client, Roaming
+from muletrain.runtime.pool.servers import Costs, NoServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

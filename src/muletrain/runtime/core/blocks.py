@@ -1,5 +1,6 @@
-"""One transport moves all large data between peers: states, past gradients, checkpoints' parts, the run's tokens, and
-the weights beside an adapter. A copy is immutable, and cut into blocks that a manifest names by hash.
+"""One transport moves all large data between peers: states, gradients, checkpoints' parts, the run's tokens, the
+weights beside an adapter, and a hub's weights and accumulators. A copy is immutable, and cut into blocks that a manifest
+names by hash.
 
 ``Blocks`` is a process' end of the transport: each room registers a reader of the copies that it gives (``offers``),
 and takers name a copy by its digest (``AskBlocks``). A ``Downloader`` asks several donors for different blocks at
@@ -258,7 +259,7 @@ class _Expected:
 
 
 Reader = Callable[["PeerId", bytes], Awaitable[StateImage | None]]
-"""Returns the copy with a digest for a taker; None: the room does not give that copy. Raises MuletrainError for a copy
+"""Returns the copy with a digest or a name for a taker; None: the room does not give that copy. Raises MuletrainError for a copy
 that this taker may not have now. Asked again before every block."""
 
 

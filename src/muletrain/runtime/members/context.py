@@ -98,7 +98,7 @@ class Context:
             return cls(net, clock, compute, roster, plan, emit, tasks, of_process=of_process)
         config, of_pool = roster.genesis.config, of_pool or emit
         blocks = of_process or Blocks(net, clock, tasks)
-        pooled = PooledCompute(PartsDesk(compute, blocks, tasks, plan, roster, config, of_pool, draw))
+        pooled = PooledCompute(PartsDesk(compute, blocks, tasks, plan, roster.stage, config, of_pool, draw))
         helpers = pooled.clients.__len__
         return cls(net, clock, pooled, roster, plan, emit, tasks, helpers=helpers, of_process=blocks)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from muletrain.policy.pool import OWN
 from muletrain.policy.shards import chunk_ranges
 from muletrain.runtime.core.blocks import Downloader, Manifest, PartialDownload
 from muletrain.runtime.core.times import AGAIN_S, GONE_S, pause_s
-from muletrain.runtime.pool.checks import Court
 from muletrain.runtime.pool.messages import MAX_PARTS, Wanted
 from muletrain.wire.codec import Encoded, decode, encode, encoded_size
 
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.calls import Calls
     from muletrain.runtime.pool.checks import Checks
+    from muletrain.runtime.pool.clients import Clients
     from muletrain.runtime.pool.parts import Parts
 
 CHECKED_S = 0.05
@@ -48,37 +48,6 @@ class Lost(MuletrainError):
     def __init__(self, message: str, *, here: bool = False) -> None:
         super().__init__(message)
         self.here = here
-
-
-class Receiver(Court, Protocol):
-    """The server that clients hand over to (``desk.PartsDesk``)."""
-
-    plan: Plan
-
-    def doubt(self, client: PeerId) -> None:
-        """``client`` takes unusually long, or gives no sign of life."""
-        ...
-
-    def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None, lapse: bool = True) -> None:
-        """``worker`` is gone. ``again_at``: the worker that computes the lost parts again; ``lapse``: it is the worker's
-        fault."""
-        ...
-
-    def wake(self, client: PeerId) -> None:
-        """``client`` is to hear which accumulator it should hand over."""
-        ...
-
-    def kept(self, client: PeerId) -> None:
-        """The accumulator of ``client`` came whole."""
-        ...
-
-    def withdraw(self) -> None:
-        """Have clients hear which of their parts are no longer needed."""
-        ...
-
-    def seed(self, step: int) -> bytes:
-        """Returns the seed of the sketches of ``step``."""
-        ...
 
 
 def _pieces(numbers: int, plan: Plan) -> list[tuple[slice, slice]]:
@@ -153,7 +122,7 @@ class Accumulators:
 
     def __init__(
         self,
-        receiver: Receiver,
+        clients: Clients,
         inner: Compute,
         pool: Pool,
         parts: Parts,
@@ -163,7 +132,7 @@ class Accumulators:
         tasks: Tasks,
     ) -> None:
         """``inner`` takes the accumulators."""
-        self._receiver, self._inner, self._pool = receiver, inner, pool
+        self._clients, self._inner, self._pool = clients, inner, pool
         self._parts, self._calls, self._checks = parts, calls, checks
         self._blocks, self._clock, self._tasks = blocks, blocks.clock, tasks
         self._hedged: set[PeerId] = set()
@@ -173,8 +142,6 @@ class Accumulators:
         self._numbers = 0
         self._usual = Usual(unmeasured_s=1.0, floor_s=1.0, times=4.0)
         """Seconds between two blocks of a transfer."""
-        self.each_s = 0.0
-        """Mean seconds for each accumulator while transfers run; 0: none has come."""
         self.news = asyncio.Event()
         """Set when ``gather`` may have something to do."""
         self._generation = 0
@@ -222,7 +189,7 @@ class Accumulators:
             async with self._turns:
                 await self._add(client, step)
         except Lost as e:
-            self._receiver.lose(client, str(e), again_at=OWN if e.here else None)
+            self._clients.desk.lose(client, str(e), again_at=OWN if e.here else None)
         finally:
             self.news.set()
 
@@ -237,9 +204,9 @@ class Accumulators:
         taking = self._tasks.spawn(self._taken(client, transfer), "accumulator")
         try:
             begin, together = self._clock.now(), len(self._transfers)
-            self._receiver.wake(client)
+            self._clients.want(client, ask, transfer.begun)
             await self._arrives(client, step, transfer, taking)
-            self.each_s = (self._clock.now() - begin) / max(together, len(self._transfers))
+            self._clients.each_s = (self._clock.now() - begin) / max(together, len(self._transfers))
             while client in self._checks.concerned(step) and not transfer.gone:
                 await self._clock.sleep(CHECKED_S)  # the client brought back another part meanwhile
             if transfer.gone:
@@ -256,25 +223,25 @@ class Accumulators:
             taking.cancel()
             if self._transfers.get(client) is transfer:
                 del self._transfers[client]
-                self._receiver.wake(client)  # the client needs the copy no more
+                self._clients.want(client, None)
 
     async def _add_copy(
         self, client: PeerId, step: int, transfer: Transfer, numbers: set[int], gradient: Tensor
     ) -> None:
         """Check and add a gradient from ``packed_gradient``, the sum of the givings ``numbers``. Raises Lost."""
-        values = await unpacked_gradient(gradient, self._inner, self._receiver.plan)
+        values = await unpacked_gradient(gradient, self._inner, self._clients.desk.plan)
         if not await self._inner.offload(is_finite, values):
             raise Lost("its accumulator is not finite", here=True)
-        verify, found = self._receiver.plan.verify > 0, np.zeros(SIZE)
+        verify, found = self._clients.desk.plan.verify > 0, np.zeros(SIZE)
         if verify:
-            found = await self._inner.offload(sketch, values, self._receiver.seed(step))
+            found = await self._inner.offload(sketch, values, self._clients.digest(step))
         if transfer.gone:
             return
         kept = self._parts.holders(step).get(client, set())
         if self.generation(step) != transfer.wanted.generation or not numbers <= kept:
-            self._receiver.lose(client, "parts in its accumulator were taken back while it came", lapse=False)
+            self._clients.desk.lose(client, "parts in its accumulator were taken back while it came", lapse=False)
         elif verify and not alike(found, self._parts.claimed(client, numbers)):
-            self._receiver.expel(client, "its accumulator is not the sum of the gradients that it announced")
+            self._clients.expel(client, "its accumulator is not the sum of the gradients that it announced")
         else:
             self._arrived(client, step, values, numbers)
 
@@ -284,8 +251,8 @@ class Accumulators:
         self._pool.drop_parts(self._parts.again(client, step))
         self._parts.arrived(client, numbers)
         self._hedged.discard(client)
-        self._receiver.kept(client)
-        self._receiver.withdraw()
+        self._clients.standings[client].kept()
+        self._clients.desk.withdraw()
 
     def _hedge(self, client: PeerId, step: int) -> None:
         """An accumulator takes unusually long: the server itself computes the contained parts again. If the server is
@@ -294,7 +261,7 @@ class Accumulators:
             self._hedged.add(client)
             for part in self._parts.again(client, step):
                 self._pool.put_part(part, self._clock.now(), OWN, only=OWN)
-            self._receiver.doubt(client)
+            self._clients.desk.doubt(client)
 
     async def _taken(self, client: PeerId, transfer: Transfer) -> dict[str, Tensor]:
         """Returns the copy of an accumulator, once the client has made the copy. Raises ProtocolError for a copy that no
@@ -318,23 +285,13 @@ class Accumulators:
     async def _coming(self, packed: bytes, transfer: Transfer) -> _Coming:
         """Returns the empty download of the copy with this manifest. Raises ProtocolError for the manifest of anything
         but an accumulator."""
-        manifest, size = Manifest.unpack(packed), packed_size(self._inner.n_trained, self._receiver.plan)
+        manifest, size = Manifest.unpack(packed), packed_size(self._inner.n_trained, self._clients.desk.plan)
         manifest.check(size + 8 * MAX_PARTS)
         (_, _, givings), *_ = manifest.tensors or (("", "", ()),)
         if manifest.tensors != (("givings", "int64", givings[:1]), ("gradient", "uint8", (size,))):
             raise ProtocolError("a manifest of other tensors than an accumulator")
         data = (await self._inner.room(-(-manifest.size // 4))).numpy().data.cast("B")[: manifest.size]
         return _Coming(blake3(packed).digest(), manifest, data, set(range(manifest.blocks)), transfer)
-
-    def wanted(self, client: PeerId) -> tuple[Wanted, ...]:
-        """Returns the accumulators that ``client`` should hand over now."""
-        transfer = self._transfers.get(client)
-        return () if transfer is None else (transfer.wanted,)
-
-    def begun(self, client: PeerId, handed: int) -> None:
-        """``client`` has heard of the hand-over number ``handed``."""
-        if (transfer := self._transfers.get(client)) is not None and transfer.wanted.transfer <= handed:
-            transfer.begun.set()
 
     async def _arrives(self, client: PeerId, step: int, transfer: Transfer, taking: asyncio.Task[Any]) -> None:
         """Wait until the copy is whole, or the client is lost. Raises Lost. Ends within ``GONE_S`` without a block."""

@@ -11,17 +11,15 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muletrain.errors import Malformed
 from muletrain.optim.sketch import packed, sketch, unpacked
 from muletrain.policy.outliers import FACTOR, alike
-from muletrain.policy.passes import LAST, Part, Pass
+from muletrain.policy.passes import Part, Pass
 from muletrain.policy.pool import OWN
 from muletrain.runtime.pool.messages import Result
-from muletrain.wire.codec import encoded_size
 
 if TYPE_CHECKING:
     import random
@@ -29,14 +27,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.clock import Clock
-    from muletrain.compute.base import Compute
     from muletrain.network.base import PeerId
     from muletrain.optim.sketch import Sketch
     from muletrain.policy.passes import Place
-    from muletrain.policy.pool import Pool
-    from muletrain.runtime.core.plan import Plan
+    from muletrain.runtime.pool.clients import Clients
     from muletrain.runtime.pool.parts import KeptPart
-    from muletrain.wire.codec import Encoded
 
 RECENT, LEAST = 64, 16
 """Most results that define the usual value, and fewest losses and gradients."""
@@ -56,12 +51,6 @@ def checked_sketches(message: Result) -> dict[str, Sketch]:
     return {name: unpacked(packed_) for name, packed_ in named.items() if packed_ is not None}
 
 
-class Drawn(NamedTuple):
-    """A result to be checked. ``values``: the sketch of the result's tensor, if any."""
-
-    values: Sketch | None
-
-
 @dataclass
 class _Case:
     """A part under check. ``by``: the worker of each result; ``second``: a worker with different results."""
@@ -75,39 +64,6 @@ class _Case:
     def differing(self, found: dict[str, Sketch]) -> list[str]:
         """Returns the names of results that differ from ``found``."""
         return [name for name, first in self.found.items() if not alike(first, found.get(name, np.zeros(())))]
-
-
-class Court(Protocol):
-    """The server whose clients' results are checked (``desk.PartsDesk``)."""
-
-    pool: Pool
-    inner: Compute
-
-    def expel(self, client: PeerId, why: str) -> None:
-        """``client`` works for this server no more."""
-        ...
-
-    def feed(self) -> None:
-        """Give parts to all workers that have room."""
-        ...
-
-
-def check_result(plan: Plan, stage: int, part: Part | None, message: Result, tensors: list[Encoded]) -> None:
-    """Raises Malformed for a result that ``part`` cannot have; for a part that was taken back meanwhile (None), only
-    sizes are bounded."""
-    if part is None:
-        most = plan.sequences, plan.sequence_length(plan.steps), plan.width
-        if any(encoded_size(t.codec, t.shape) > encoded_size(plan.activations, most) for t in tensors):
-            raise Malformed(f"{message.KIND}: a tensor that is larger than {plan.activations} {most}")
-        return
-    gives = part.what is Pass.FORWARD or (part.what not in LAST and stage > 0)
-    if len(tensors) != (gives and not message.problem):
-        raise Malformed(f"{message.KIND}: {len(tensors)} tensors for a {part.what}")
-    if part.what is Pass.CHECK and message.sketch is None and not message.problem:
-        raise Malformed(f"{message.KIND}: no sketches of a part that is compared")
-    shape = part.rows, plan.sequence_length(part.step), plan.width
-    if any((t.shape, t.codec) != (shape, plan.activations) for t in tensors):
-        raise Malformed(f"{message.KIND}: a tensor that is not {plan.activations} {shape}")
 
 
 @dataclass
@@ -125,8 +81,8 @@ class _Usual:
 class Checks:
     """The checks of one server. ``share``: share of parts to check."""
 
-    def __init__(self, court: Court, clock: Clock, share: float, rng: random.Random) -> None:
-        self._court, self._clock, self._share, self._rng = court, clock, share, rng
+    def __init__(self, clients: Clients, clock: Clock, share: float, rng: random.Random) -> None:
+        self._clients, self._clock, self._share, self._rng = clients, clock, share, rng
         self._forwards: dict[Place, tuple[PeerId, Sketch]] = {}
         """Forwards to check once their backward is there."""
         self._cases: dict[Place, _Case] = {}
@@ -152,11 +108,12 @@ class Checks:
 
     async def drawn(
         self, client: PeerId, what: Pass, rows: int, values: Tensor | None, claim: Sketch | None, seed: bytes
-    ) -> Drawn | None:
-        """Is a result of ``client`` to be checked? ``claim``: the announced sketch of the parameters' gradient."""
+    ) -> tuple[bool, Sketch | None]:
+        """Is a result of ``client`` to be checked, and what is then the sketch of its tensor, if any? ``claim``: the
+        announced sketch of the parameters' gradient."""
         if not self._share:
-            return None
-        length = 0.0 if values is None else float(await self._court.inner.offload(values.norm)) / rows**0.5
+            return False, None
+        length = 0.0 if values is None else float(await self._clients.desk.inner.offload(values.norm)) / rows**0.5
         odd = values is not None and self._usual.setdefault(what, _Usual()).stands_out(length)
         if claim is not None:
             usual = self._usual.setdefault("gradient", _Usual())
@@ -165,30 +122,34 @@ class Checks:
                 self._first.add(client)
             odd |= usual.stands_out(float(np.linalg.norm(claim)) / rows)
         if not odd and self._rng.random() >= self._share:
-            return None
-        return Drawn(None if values is None else await self._court.inner.offload(sketch, values.reshape(-1), seed))
+            return False, None
+        return True, None if values is None else await self._clients.desk.inner.offload(
+            sketch, values.reshape(-1), seed
+        )
 
-    def came(self, worker: PeerId, part: Part, kept: KeptPart, drawn: Drawn | None, claim: Sketch | None) -> None:
+    def came(
+        self, worker: PeerId, part: Part, kept: KeptPart, drawn: tuple[bool, Sketch | None], claim: Sketch | None
+    ) -> None:
         """A result of a client counts."""
-        place = part.place
+        place, (checked, values) = part.place, drawn
         forward = self._forwards.pop(place, None)
         if part.what is Pass.FORWARD:
-            if drawn is not None and drawn.values is not None:
-                self._forwards[place] = worker, drawn.values
+            if values is not None:
+                self._forwards[place] = worker, values
             return
-        if claim is None or (drawn is None and forward is None):
+        if claim is None or not (checked or forward):
             return
-        if (before := self._cases.get(place)) is not None and self._court.pool.wants(before.part):
+        if (before := self._cases.get(place)) is not None and self._clients.desk.pool.wants(before.part):
             return
         check = part._replace(what=Pass.CHECK)
         case = _Case(check, kept, {"gradient": claim}, {"gradient": worker})
-        if drawn is not None and drawn.values is not None:
-            case.found["inputs"], case.by["inputs"] = drawn.values, worker
+        if values is not None:
+            case.found["inputs"], case.by["inputs"] = values, worker
         if forward is not None:
             case.by["outputs"], case.found["outputs"] = forward
-        if self._court.pool.can_check(part.step, *case.by.values()):
+        if self._clients.desk.pool.can_check(part.step, *case.by.values()):
             self._cases[place] = case
-            self._court.pool.put_part(check, self._clock.now(), barred=case.by.values())
+            self._clients.desk.pool.put_part(check, self._clock.now(), barred=case.by.values())
 
     def find(self, part: Part) -> KeptPart | None:
         """Returns the inputs for computing ``part`` again; None: the check is no longer wanted."""
@@ -204,8 +165,8 @@ class Checks:
         differing = case.differing(found)
         if differing and worker != OWN:
             case.second = worker, found
-            self._court.pool.put_part(part, self._clock.now(), OWN, only=OWN)
-            self._court.feed()
+            self._clients.desk.pool.put_part(part, self._clock.now(), OWN, only=OWN)
+            self._clients.desk.feed()
             return
         del self._cases[part.place]
         guilty = {case.by[name] for name in differing}
@@ -214,11 +175,15 @@ class Checks:
         ):
             guilty.add(case.second[0])
         for client in sorted(guilty):
-            self._court.expel(client, "its results are wrong: this server computed a part again, and found another one")
+            self._clients.expel(
+                client, "its results are wrong: this server computed a part again, and found another one"
+            )
 
     def concerned(self, step: int) -> set[PeerId]:
         """Returns the clients whose results of ``step`` are being checked."""
-        open_ = (case for case in self._cases.values() if case.part.step == step and self._court.pool.wants(case.part))
+        open_ = (
+            case for case in self._cases.values() if case.part.step == step and self._clients.desk.pool.wants(case.part)
+        )
         return {client for case in open_ for client in case.by.values()}
 
     def forget(self, step: int) -> None:

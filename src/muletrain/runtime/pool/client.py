@@ -1,4 +1,5 @@
-"""The life of a client, which computes parts of microbatches for one server of its stage at a time."""
+"""The life of a client, which computes parts of microbatches for one server of its stage at a time, at one stage after
+the other."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import NetworkError, PeerUnreachable, ProtocolError, Refused
 from muletrain.policy.deadline import Rests
+from muletrain.policy.rebalance import stage_to_help, stage_to_move_to
 from muletrain.runtime.core.blocks import Blocks
 from muletrain.runtime.core.times import AGAIN_S, GONE_S, pause_s
 from muletrain.runtime.pool.messages import (
@@ -22,12 +24,12 @@ from muletrain.runtime.pool.messages import (
     Wanted,
     checksum,
 )
-from muletrain.runtime.pool.servers import NoServer, StageServers
+from muletrain.runtime.pool.servers import IDLE, Costs, Helpers, NoServer, StageServers, helpers_of
 from muletrain.runtime.pool.weights import WeightsDownload
 from muletrain.runtime.pool.work import Accumulator, PartWork
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from muletrain.clock import Clock
     from muletrain.compute.base import Compute
@@ -42,6 +44,8 @@ CUT_OFF_S = 10.0
 """Seconds without an answer from any server, after which our server has surely given us up."""
 PATIENCE_S = 120.0
 """Seconds without a server, after which a client ends."""
+LOOK_EVERY_S = 60.0
+"""Seconds between two checks whether another stage needs a client more."""
 
 
 class Client:
@@ -77,9 +81,9 @@ class Client:
         self._steps: tuple[int, ...] = ()
         """The steps that compute with the newest weights; (): all steps."""
         self.version = 0
-        """See ``servers.Worker``."""
+        """Version of the server's weights."""
         self._heard_s, self.step_s = 0.0, 0.0
-        """When that version came, and see ``servers.Worker``."""
+        """When that version came, and seconds of the last step; 0: unmeasured."""
         self._sits_out = 0
         """Version of the weights that is sat out."""
         self._rests, self._given = Rests(random.Random(net.peer_id)), True
@@ -103,7 +107,7 @@ class Client:
 
     @property
     def transfers_s(self) -> float:
-        """See ``servers.Worker``."""
+        """Seconds that the last weights and the last accumulator took; 0: unmeasured."""
         return self._weights.took_s + self._handed_over_s
 
     def stop(self) -> None:
@@ -138,12 +142,14 @@ class Client:
             except NetworkError:
                 tries = 0 if self._worked else tries + 1
                 lost_at = lost_at if self._home is None else self._clock.now()
-                await self._leave()
+                self._home = None
+                await self._drop()
             if self._clock.now() - lost_at > PATIENCE_S:
                 raise NoServer(f"no server of stage {self._compute.stage} answers for {PATIENCE_S:.0f} s")
             await self._clock.sleep(pause_s(tries, AGAIN_S))
         await self._part_from(self._home, self._session)
-        await self._leave()
+        self._home = None
+        await self._drop()
 
     # A server ---------------------------------------------------------------------------------------------------------
 
@@ -168,15 +174,19 @@ class Client:
         self._worked = False
         self._hear(state)
 
+    @property
+    def _current(self) -> bool:
+        """Do we compute with our server's newest weights?"""
+        return self._wanted is not None and self._work.has(self._wanted, self._steps)
+
     def _state(self) -> Next:
         """Returns what our server should know."""
-        current = self._wanted is not None and self._work.has(self._wanted, self._steps)
         return self._asks.model_copy(
             update={
                 "session": self._session,
                 "heard": self._heard,
                 "servers": checksum(self._servers.known),
-                "weights": self._wanted if current else None,
+                "weights": self._wanted if self._current else None,
                 "version": self.version,
                 "parts": tuple(sorted(self._out)),
                 "uncounted": self._accumulator.uncounted(),
@@ -229,10 +239,6 @@ class Client:
                     server, self._asks.model_copy(update={"session": session, "leaves": True, "heard": 1})
                 )
 
-    async def _leave(self) -> None:
-        self._home = None
-        await self._drop()
-
     async def _drop(self) -> None:
         """Drop all work, which is of no further use."""
         self._copy = None
@@ -250,8 +256,7 @@ class Client:
                 self._news.clear()
                 if self._home is None:
                     raise PeerUnreachable("the server does without us")
-                current = self._wanted is not None and self._work.has(self._wanted, self._steps)
-                if self._wanted is not None and not current and self.version > self._sits_out:
+                if self._wanted is not None and not self._current and self.version > self._sits_out:
                     self.moved = self._moves
                     if self._moves:
                         break
@@ -271,8 +276,7 @@ class Client:
 
     def _idle(self) -> bool:
         """Is there nothing to do, and would nothing be lost if we went?"""
-        current = self._wanted is not None and self._work.has(self._wanted, self._steps)
-        return current and not self._out and self._copy is None and self._accumulator.empty
+        return self._current and not self._out and self._copy is None and self._accumulator.empty
 
     async def _go_to(self, server: PeerId, home: PeerId) -> bool:
         """Returns False if ``server`` does not take us; if the run has ended, ``home`` tells us."""
@@ -418,3 +422,83 @@ class Client:
         copy = await asyncio.shield(making)
         self._handed_over_s = self._clock.now() - begun_at
         return copy if name in (wanted.copy_name, copy.digest) else None
+
+
+class Roaming:
+    """Works at one stage after the other. ``servers``: returns the servers of each stage, or raises NoServer; ``make``:
+    makes the client of a stage in place of the previous client, or raises MuletrainError. ``fits``: stages whose
+    weights this machine can hold; ``stage``: the first stage, or None for a choice; ``byte_s``: seconds for a byte on
+    the client's link, until measured; ``stays``: the first stage is the only stage."""
+
+    def __init__(
+        self,
+        servers: Callable[[], Awaitable[Mapping[int, Sequence[PeerId]]]],
+        make: Callable[[int, Mapping[int, Sequence[PeerId]]], Awaitable[Client]],
+        net: Network,
+        clock: Clock,
+        costs: Costs,
+        fits: Collection[int],
+        stage: int | None,
+        draw: random.Random,
+        *,
+        byte_s: float = 0.0,
+        stays: bool = False,
+    ) -> None:
+        self._servers, self._make, self._net, self._clock = servers, make, net, clock
+        self._costs, self._fits, self._first, self._stays, self._draw = costs, fits, stage, stays, draw
+        self._byte_s = byte_s
+
+    async def run(self) -> None:
+        """Work until the run ends, or the client is stopped. Raises MuletrainError."""
+        stage = self._first
+        while True:
+            servers = await self._servers()
+            if stage is None:
+                helpers = await self._helpers(servers)
+                left = self._costs.left(self._byte_s, self._costs.step_s(helpers))
+                stage = stage_to_help(self._costs.work, self._speeds(helpers), self._fits, left)
+                assert stage is not None  # a machine without memory for any stage is no client
+            client = await self._make(stage, servers)
+            looking = asyncio.create_task(self._look_elsewhere(stage, client))
+            try:
+                await client.run()
+            finally:
+                looking.cancel()
+            if not client.moved:
+                return
+            stage = looking.result()
+
+    async def _look_elsewhere(self, stage: int, client: Client) -> int | None:
+        """Returns the stage that needs ``client`` more, once there is one, and lets the client move; None: there is
+        none."""
+        unmeasured, version, drawn = set[int](), -1, 0.0
+        with contextlib.suppress(NoServer):  # then the client itself has no server
+            while not self._stays:
+                await self._clock.sleep(LOOK_EVERY_S)
+                if client.version < 2:  # in the first step a stage of long parts looks slow until some have come back
+                    continue
+                helpers, before = await self._helpers(await self._servers()), unmeasured
+                unmeasured = {s for s, h in enumerate(helpers) if h.clients and h.speed < IDLE}
+                if unmeasured - before:  # such clients may still fetch the weights
+                    continue
+                if client.version != version:  # clients that decide to move in a step all do so at its end, at once
+                    version, drawn = client.version, self._draw.random()
+                if client.transfers_s:
+                    self._byte_s = client.transfers_s / self._costs.moved[stage]
+                work, ours, step_s = self._costs.work, helpers[stage], client.step_s
+                left = self._costs.left(self._byte_s, step_s) if step_s else ()
+                to = stage_to_move_to(
+                    work, self._speeds(helpers), stage, ours.clients, ours.speed * work[stage], self._fits, drawn, left
+                )
+                if to is not None:
+                    client.move()
+                    return to
+        return None
+
+    async def _helpers(self, servers: Mapping[int, Sequence[PeerId]]) -> list[Helpers]:
+        """Returns the clients of each stage."""
+        return [await helpers_of(self._net, servers.get(s, ())) for s in range(len(self._costs.work))]
+
+    def _speeds(self, helpers: Sequence[Helpers]) -> list[float]:
+        """Returns the work per second of the servers and clients of each stage."""
+        return [(h.speed + h.own) * work for h, work in zip(helpers, self._costs.work, strict=True)]

@@ -13,20 +13,21 @@ from muletrain.errors import AdmissionError, DeadlineExceeded, MuletrainError, P
 from muletrain.events import ClientEnlisted, ClientLate, ClientLost
 from muletrain.policy.recent import Debts, Recent
 from muletrain.policy.worker import Standings
-from muletrain.runtime.pool.accumulators import Receiver
-from muletrain.runtime.pool.checks import check_result
-from muletrain.runtime.pool.messages import ROOM, Answer, Ended, Next, Result, checksum
+from muletrain.runtime.pool.messages import ROOM, Answer, Ended, Next, Result, Wanted, checksum
+from muletrain.runtime.pool.parts import check_result
 from muletrain.runtime.pool.tally import Tally
 from muletrain.runtime.pool.weights import WeightsCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from muletrain.compute.base import Compute
     from muletrain.events import Event
     from muletrain.network.base import Channel, PeerId
+    from muletrain.policy.pool import Pool
     from muletrain.runtime.core.blocks import Blocks, StateImage
+    from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
-    from muletrain.runtime.pool.accumulators import Accumulators
     from muletrain.wire.codec import Encoded
     from muletrain.wire.frame import Frame
 
@@ -50,19 +51,13 @@ FULL = f"this server has {MAX_CLIENTS} clients, as many as it takes; try another
 UNKNOWN = "this server does not know this client (any more)"
 
 
-class Servers(Protocol):
-    """Knows the stage's servers (``members.Roster``)."""
-
-    def stage(self, stage: int) -> tuple[str, ...]:
-        """Returns the live servers of ``stage``, sorted."""
-        ...
-
-
-class Desk(Receiver, Protocol):
+class Desk(Protocol):
     """The server that the clients work for (``desk.PartsDesk``)."""
 
     stage: int
-    accumulators: Accumulators
+    plan: Plan
+    inner: Compute
+    pool: Pool
 
     async def on_result(self, worker: PeerId, message: Result, tensor: Encoded | None) -> None:
         """A client brings back a part."""
@@ -79,6 +74,23 @@ class Desk(Receiver, Protocol):
 
     def there(self, client: PeerId, parts: Collection[int], doubted_at: float) -> None:
         """A client that was doubted at ``doubted_at`` [s] is there, and computes ``parts``."""
+        ...
+
+    def doubt(self, client: PeerId) -> None:
+        """``client`` takes unusually long, or gives no sign of life."""
+        ...
+
+    def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None, lapse: bool = True) -> None:
+        """``worker`` is gone. ``again_at``: the worker that computes the lost parts again; ``lapse``: it is the worker's
+        fault."""
+        ...
+
+    def withdraw(self) -> None:
+        """Have clients hear which of their parts are no longer needed."""
+        ...
+
+    def feed(self) -> None:
+        """Give parts to all workers that have room."""
         ...
 
 
@@ -114,13 +126,13 @@ class Clients:
         desk: Desk,
         blocks: Blocks,
         tasks: Tasks,
-        servers: Servers,
+        servers: Callable[[int], tuple[PeerId, ...]],
         config: bytes,
         emit: Callable[[Event], None],
     ) -> None:
-        """Hear clients from now on, in place of an earlier server of this process. ``config``: digest of the run's
-        configuration."""
-        self._desk, self._net, self._clock, self._tasks = desk, blocks.net, blocks.clock, tasks
+        """Hear clients from now on, in place of an earlier server of this process. ``servers``: returns the live
+        servers of a stage, sorted; ``config``: digest of the run's configuration."""
+        self.desk, self._net, self._clock, self._tasks = desk, blocks.net, blocks.clock, tasks
         self._servers, self._config, self._emit = servers, config, emit
         self._clients: dict[PeerId, _Client] = {}
         self._tally = Tally()
@@ -129,6 +141,10 @@ class Clients:
         self.standings = Standings()
         """What is remembered of clients, in all of their sessions."""
         self._enlisted = Debts(ENLISTS_PER_S)
+        self._wanted: dict[PeerId, tuple[Wanted, asyncio.Event]] = {}
+        """The accumulators that clients are to hand over, and whether they have begun."""
+        self.each_s = 0.0
+        """Mean seconds for each accumulator while transfers run; 0: none has come."""
         self._banned: set[PeerId] = set()
         """Clients whose results were wrong."""
         self._digest: bytes | None = None
@@ -153,7 +169,7 @@ class Clients:
             return self._answer(sender, ask, 0)
         client = self._member(sender, ask)
         if ask.leaves:
-            self._desk.lose(sender, "it left")
+            self.desk.lose(sender, "it left")
             raise AdmissionError(UNKNOWN)
         client.heard_s, client.calls = loop_time_s(), client.calls + 1
         client.results.clear()
@@ -179,8 +195,8 @@ class Clients:
 
     def _member(self, sender: PeerId, ask: Next) -> _Client:
         """Returns the client that calls; another session begins anew. Raises AdmissionError."""
-        if (ask.config, ask.stage) != (self._config, self._desk.stage):
-            raise AdmissionError(f"this server serves stage {self._desk.stage} of another configuration; join again")
+        if (ask.config, ask.stage) != (self._config, self.desk.stage):
+            raise AdmissionError(f"this server serves stage {self.desk.stage} of another configuration; join again")
         if sender in self._banned:
             raise AdmissionError(
                 "this server does without you: results of yours were wrong; check this machine's memory"
@@ -193,33 +209,35 @@ class Clients:
         if self._enlisted.add(sender, 1.0, self._clock.now()) > ENLISTS:
             raise AdmissionError("this machine enlisted too often; it is taken again in a minute")
         if known is not None:
-            self._desk.lose(sender, "it begins anew")
+            self.desk.lose(sender, "it begins anew")
         if len(self._clients) >= MAX_CLIENTS:
             raise AdmissionError(FULL)
         client = self._clients[sender] = _Client(ask.name, ask.session, loop_time_s())
-        self._desk.pool.enlist(sender)
-        self._emit(ClientEnlisted(peer_id=sender, name=ask.name, stage=self._desk.stage))
+        self.desk.pool.enlist(sender)
+        self._emit(ClientEnlisted(peer_id=sender, name=ask.name, stage=self.desk.stage))
         return client
 
     def _take(self, sender: PeerId, client: _Client, ask: Next) -> None:
         """Take in what a client has."""
-        self._desk.accumulators.begun(sender, ask.handed)
+        wanted, begun = self._wanted.get(sender, (None, None))
+        if wanted is not None and begun is not None and wanted.transfer <= ask.handed:
+            begun.set()
         if client.doubted_at is not None and ask.heard > client.doubted_after:
             doubted_at, client.doubted_at = client.doubted_at, None
-            self._desk.there(sender, ask.parts, doubted_at)
+            self.desk.there(sender, ask.parts, doubted_at)
         ready = self._copy is not None and self._copy.digest == self._digest == ask.weights
         if ready and client.ready < self._version and not self.standings[sender].left_out(self._version):
             client.ready = self._version
-            self._desk.pool.ready(sender, ROOM, self._steps)
-            self._desk.feed()
+            self.desk.pool.ready(sender, ROOM, self._steps)
+            self.desk.feed()
 
     def _answer(self, sender: PeerId, ask: Next, number: int, results: Collection[int] = ()) -> Answer:
         """Raises AdmissionError before there are weights, and at the end."""
         if self._digest is None:
             raise AdmissionError("this server does not serve now; try again in some seconds, or another one")
-        servers, pool = self._servers.stage(self._desk.stage), self._desk.pool
+        servers, pool = self._servers(self.desk.stage), self.desk.pool
         numbers = {*ask.parts, *ask.uncounted, *ask.forwards, *results}
-        counts, gone = self._desk.verdicts(sender, numbers) if number else ((), ())
+        counts, gone = self.desk.verdicts(sender, numbers) if number else ((), ())
         return Answer(
             number=number,
             weights=self._digest,
@@ -229,10 +247,10 @@ class Clients:
             clients=len(self._clients),
             speed=pool.speed(),
             own=pool.own_speed(),
-            helpers=pool.helpers(self._desk.accumulators.each_s),
+            helpers=pool.helpers(self.each_s),
             counts=counts,
             gone=gone,
-            wanted=self._desk.accumulators.wanted(sender) if number else (),
+            wanted=(self._wanted[sender][0],) if number and sender in self._wanted else (),
         )
 
     def tell(self, client: PeerId) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -240,7 +258,7 @@ class Clients:
         part."""
         if (known := self._clients.get(client)) is None:
             return (), ()
-        counts, gone = self._desk.verdicts(client, known.results - known.told)
+        counts, gone = self.desk.verdicts(client, known.results - known.told)
         known.told |= {*counts}
         return counts, gone
 
@@ -250,26 +268,36 @@ class Clients:
             known.hurry = True
             known.news.set()
 
+    def want(self, client: PeerId, wanted: Wanted | None, begun: asyncio.Event | None = None) -> None:
+        """``client`` is to hand over an accumulator, and sets ``begun`` when it hears that; None: the server has it."""
+        if wanted is None or begun is None:
+            self._wanted.pop(client, None)
+        else:
+            self._wanted[client] = wanted, begun
+        self.wake(client)
+
     # Who is there -----------------------------------------------------------------------------------------------------
 
     def lapsed(self, client: PeerId) -> None:
         """Work of ``client`` was lost."""
         self.standings[client].lapsed(self._version)
         if self.standings[client].left_out(self._version):
-            self._desk.pool.ready(client, 0)
+            self.desk.pool.ready(client, 0)
 
     def gone(self, client: PeerId, why: str, parts: int) -> None:
         """``client`` is lost, and with it the gradients of ``parts`` parts. A client that is there after all begins
         anew."""
         if (known := self._clients.pop(client, None)) is not None:
             self._lately[client] = known
+            self._wanted.pop(client, None)
             self._tally.count(known.name, "redone", parts)
             self._emit(ClientLost(peer_id=client, name=known.name, reason=why, parts=parts))
             known.news.set()
 
-    def ban(self, client: PeerId) -> None:
+    def expel(self, client: PeerId, why: str) -> None:
         """``client`` works here no more."""
         self._banned.add(client)
+        self.desk.lose(client, why)
 
     def digest(self, step: int) -> bytes:
         """Returns the digest of the weights for ``step``; empty: clients do not have these weights."""
@@ -289,7 +317,7 @@ class Clients:
 
     def report(self, step: int) -> None:
         """A step is applied."""
-        self._emit(self._tally.worked(step, self._desk.stage))
+        self._emit(self._tally.worked(step, self.desk.stage))
 
     def late(self, clients: tuple[PeerId, ...]) -> None:
         """``clients`` take unusually long: other workers may repeat their parts."""
@@ -301,7 +329,7 @@ class Clients:
     def _on_lost(self, peer: PeerId, channel: Channel) -> None:
         """A stream with ``peer`` ended: frames may be lost, or the client is gone."""
         if peer in self._clients:
-            self._desk.doubt(peer)
+            self.desk.doubt(peer)
 
     def doubt(self, client: PeerId) -> None:
         """``client`` is to call again, which tells what it has."""
@@ -315,7 +343,7 @@ class Clients:
         now, now_s = self._clock.now(), loop_time_s()
         for peer, client in list(self._clients.items()):
             if client.doubted_at is not None and min(now - client.doubted_at, now_s - client.heard_s) > GONE_S:
-                self._desk.lose(peer, f"it has not called for {now_s - client.heard_s:.1f} s")
+                self.desk.lose(peer, f"it has not called for {now_s - client.heard_s:.1f} s")
         return tuple(
             peer
             for peer, client in self._clients.items()
@@ -331,6 +359,7 @@ class Clients:
     async def end(self, *, over: bool) -> None:
         """This server ends; ``over``: so does the run, and all clients are told. Returns when they heard it, or
         soon."""
+        self.close()
         clients = {**self._lately, **self._clients}
         ended, self._clients, self._digest = self._clients, {}, None
         for client in ended.values():
@@ -361,7 +390,7 @@ class Clients:
 
     def check_result(self, sender: PeerId, message: Result, tensors: list[Encoded]) -> None:
         """Raises Malformed for a result that belongs to no part of ``sender``."""
-        desk = self._desk
+        desk = self.desk
         check_result(desk.plan, desk.stage, desk.pool.part(sender, message.number), message, tensors)
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
@@ -371,12 +400,12 @@ class Clients:
         client.results.add(message.number)
         if not message.problem:
             client.unable = 0
-            await self._desk.on_result(sender, message, frame.tensors[0] if frame.tensors else None)
+            await self.desk.on_result(sender, message, frame.tensors[0] if frame.tensors else None)
         else:
             client.unable += 1
             if client.unable > MAX_UNABLE:
-                return self._desk.lose(sender, f"it computes nothing: {message.problem[:200]}")
-            self._desk.on_unable(sender, message.number)
+                return self.desk.lose(sender, f"it computes nothing: {message.problem[:200]}")
+            self.desk.on_unable(sender, message.number)
         client.news.set()
 
     # Weights ----------------------------------------------------------------------------------------------------------
@@ -391,14 +420,16 @@ class Clients:
         Clients work for ``steps`` once they have the weights."""
         if self._copy is None or self._copy.label != (weights, steps):
             self.close()
-            self._copy = WeightsCopy(self._desk.inner, (weights, steps))
+            self._copy = WeightsCopy(self.desk.inner, (weights, steps))
             self._tasks.spawn(self._name(self._copy, steps), "weights")
 
     async def _name(self, copy: WeightsCopy, steps: tuple[int, ...]) -> None:
         """Tell clients of new weights."""
-        with contextlib.suppress(MuletrainError):  # the weights change again
-            await copy.name(self._desk.inner.offload)
-        if self._copy is not copy:
+        try:
+            await copy.name(self.desk.inner.offload)
+        except MuletrainError:  # the weights change again
+            return
+        if copy.closed:
             return
         self._digest, self._steps = copy.digest, steps
         self._digests = {s: d for s, d in self._digests.items() if s + 1 in steps} | dict.fromkeys(steps, copy.digest)

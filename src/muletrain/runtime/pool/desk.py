@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.calls import Call
-    from muletrain.runtime.pool.clients import Servers
     from muletrain.runtime.pool.messages import Result
 
 LOOK_S = 1.0
@@ -57,13 +56,13 @@ class PartsDesk:
         blocks: Blocks,
         tasks: Tasks,
         plan: Plan,
-        servers: Servers,
+        servers: Callable[[int], tuple[PeerId, ...]],
         config: bytes,
         emit: Callable[[Event], None],
         rng: random.Random,
     ) -> None:
-        """``blocks``: of this process; ``config``: digest of the run's configuration; ``rng``: draws the results to
-        check."""
+        """``blocks``: of this process; ``servers``: see ``Clients``; ``config``: digest of the run's configuration;
+        ``rng``: draws the results to check."""
         self.stage, self.plan, self.inner = inner.stage, plan, inner
         self._net, self._clock, self._tasks, self.pool = blocks.net, blocks.clock, tasks, Pool()
         self.pool.enlist(OWN)
@@ -72,9 +71,11 @@ class PartsDesk:
         self._parts = Parts()
         self._own: dict[asyncio.Task[None], Given] = {}
         """Parts that the server's own device computes now."""
-        self._checks = Checks(self, blocks.clock, plan.verify, rng)
-        self.accumulators = Accumulators(self, inner, self.pool, self._parts, self.calls, self._checks, blocks, tasks)
-        self.clients = Clients(self, blocks, tasks, servers, config, emit)
+        self.clients = clients = Clients(self, blocks, tasks, servers, config, emit)
+        self._checks = Checks(clients, blocks.clock, plan.verify, rng)
+        self.accumulators = Accumulators(
+            clients, inner, self.pool, self._parts, self.calls, self._checks, blocks, tasks
+        )
         tasks.spawn(self._watch(), "pool")
 
     # Passes ---------------------------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ class PartsDesk:
                 raise MuletrainError("it is no longer wanted")
             if part.what in LAST:
                 self._parts.forward_lost(OWN, part)
-            seed = self.seed(part.step)
+            seed = self.clients.digest(part.step)
             loss, values, found = await computed_part(self.inner, mb, part, kept, seed, accumulate=accumulate)
         except (MuletrainError, KeyError) as e:  # KeyError: the microbatch was given up, and its forward dropped
             self.pool.failed(OWN, given.number, self._clock.now())
@@ -331,9 +332,12 @@ class PartsDesk:
         claim = None if message.sketch is None else unpacked(message.sketch)
         fine = claim is None or bool(np.isfinite(claim).all())
         fine &= values is None or await self.inner.offload(is_finite, values)
-        drawn, part = None, self.pool.part(worker, message.number)
+        drawn: tuple[bool, Sketch | None] = False, None
+        part = self.pool.part(worker, message.number)
         if part is not None and (fine := fine and self._checks.believes(part, message.loss, self._worth(part))):
-            drawn = await self._checks.drawn(worker, part.what, part.rows, values, claim, self.seed(part.step))
+            drawn = await self._checks.drawn(
+                worker, part.what, part.rows, values, claim, self.clients.digest(part.step)
+            )
         if (part := self.pool.part(worker, message.number)) is None:  # the part was taken back meanwhile
             return
         self.clients.check_result(worker, message, [] if tensor is None else [tensor])  # perhaps sent ahead of the part
@@ -352,23 +356,6 @@ class PartsDesk:
         if self.pool.done(worker, number, self._clock.now()):
             self._checks.checked(worker, part, found)
         self.accumulators.news.set()
-
-    def expel(self, client: PeerId, why: str) -> None:
-        """See ``accumulators.Receiver``."""
-        self.clients.ban(client)
-        self.lose(client, why)
-
-    def wake(self, client: PeerId) -> None:
-        """See ``accumulators.Receiver``."""
-        self.clients.wake(client)
-
-    def kept(self, client: PeerId) -> None:
-        """See ``accumulators.Receiver``."""
-        self.clients.standings[client].kept()
-
-    def seed(self, step: int) -> bytes:
-        """See ``accumulators.Receiver``."""
-        return self.clients.digest(step)
 
     def on_unable(self, worker: PeerId, number: int) -> None:
         """A client did not compute a part: other workers may, but not from its forward."""

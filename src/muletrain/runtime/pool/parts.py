@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.compute.base import Microbatch
+from muletrain.errors import Malformed
 from muletrain.optim.sketch import SIZE, sketch
-from muletrain.policy.passes import Given, Part, Pass
+from muletrain.policy.passes import LAST, Given, Part, Pass
 from muletrain.policy.pool import OWN
 from muletrain.runtime.pool.messages import Give
-from muletrain.wire.codec import decode
+from muletrain.wire.codec import decode, encoded_size
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.optim.sketch import Sketch
     from muletrain.policy.passes import Place
+    from muletrain.runtime.core.plan import Plan
+    from muletrain.runtime.pool.messages import Result
     from muletrain.wire.codec import Encoded
 
 
@@ -47,6 +50,24 @@ class KeptPart:
         found = self.gradient if self.targets is None else self.targets
         assert found is not None  # only a forward does without
         return found
+
+
+def check_result(plan: Plan, stage: int, part: Part | None, message: Result, tensors: list[Encoded]) -> None:
+    """Raises Malformed for a result that ``part`` cannot have; for a part that was taken back meanwhile (None), only
+    sizes are bounded."""
+    if part is None:
+        most = plan.sequences, plan.sequence_length(plan.steps), plan.width
+        if any(encoded_size(t.codec, t.shape) > encoded_size(plan.activations, most) for t in tensors):
+            raise Malformed(f"{message.KIND}: a tensor that is larger than {plan.activations} {most}")
+        return
+    gives = part.what is Pass.FORWARD or (part.what not in LAST and stage > 0)
+    if len(tensors) != (gives and not message.problem):
+        raise Malformed(f"{message.KIND}: {len(tensors)} tensors for a {part.what}")
+    if part.what is Pass.CHECK and message.sketch is None and not message.problem:
+        raise Malformed(f"{message.KIND}: no sketches of a part that is compared")
+    shape = part.rows, plan.sequence_length(part.step), plan.width
+    if any((t.shape, t.codec) != (shape, plan.activations) for t in tensors):
+        raise Malformed(f"{message.KIND}: a tensor that is not {plan.activations} {shape}")
 
 
 @dataclass

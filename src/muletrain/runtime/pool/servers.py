@@ -6,19 +6,18 @@ import asyncio
 import contextlib
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError
 from muletrain.policy.deadline import Deadline, backoff_s
 from muletrain.policy.passes import Pass
-from muletrain.policy.rebalance import stage_to_help, stage_to_move_to
 from muletrain.policy.worker import Standings, server_to_move_to
 from muletrain.runtime.pool.messages import Answer, Next
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from muletrain.clock import Clock
     from muletrain.network.base import Network, PeerId
@@ -40,8 +39,6 @@ IDLE_S, IDLE_MAX_S = 2.0, 30.0
 doubles."""
 COMPARE_S = 10.0
 """Least seconds between two checks whether another server of the stage needs a client more."""
-LOOK_EVERY_S = 60.0
-"""Seconds between two checks whether another stage needs a client more."""
 
 
 class NoServer(MuletrainError):
@@ -210,108 +207,3 @@ class Costs:
         """Returns the share of a step of ``step_s`` that each stage's transfers leave to a client that moves a byte in
         ``byte_s`` seconds."""
         return [1 - byte_s * nbytes / step_s for nbytes in self.moved]
-
-
-class Worker(Protocol):
-    """Works at one stage (``client``)."""
-
-    moved: bool
-
-    @property
-    def transfers_s(self) -> float:
-        """Seconds that the last weights and the last accumulator took; 0: unmeasured."""
-        ...
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the last step; 0: unmeasured."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """Version of the server's weights."""
-        ...
-
-    def move(self) -> None: ...
-
-    async def run(self) -> None: ...
-
-
-class Roaming:
-    """Works at one stage after the other. ``servers``: returns the servers of each stage, or raises NoServer; ``make``:
-    makes the client of a stage in place of the previous client, or raises MuletrainError. ``fits``: stages whose
-    weights this machine can hold; ``stage``: the first stage, or None for a choice; ``byte_s``: seconds for a byte on
-    the client's link, until measured; ``stays``: the first stage is the only stage."""
-
-    def __init__(
-        self,
-        servers: Callable[[], Awaitable[Mapping[int, Sequence[PeerId]]]],
-        make: Callable[[int, Mapping[int, Sequence[PeerId]]], Awaitable[Worker]],
-        net: Network,
-        clock: Clock,
-        costs: Costs,
-        fits: Collection[int],
-        stage: int | None,
-        draw: random.Random,
-        *,
-        byte_s: float = 0.0,
-        stays: bool = False,
-    ) -> None:
-        self._servers, self._make, self._net, self._clock = servers, make, net, clock
-        self._costs, self._fits, self._first, self._stays, self._draw = costs, fits, stage, stays, draw
-        self._byte_s = byte_s
-
-    async def run(self) -> None:
-        """Work until the run ends, or the client is stopped. Raises MuletrainError."""
-        stage = self._first
-        while True:
-            servers = await self._servers()
-            if stage is None:
-                helpers = await self._helpers(servers)
-                left = self._costs.left(self._byte_s, self._costs.step_s(helpers))
-                stage = stage_to_help(self._costs.work, self._speeds(helpers), self._fits, left)
-                assert stage is not None  # a machine without memory for any stage is no client
-            client = await self._make(stage, servers)
-            looking = asyncio.create_task(self._look_elsewhere(stage, client))
-            try:
-                await client.run()
-            finally:
-                looking.cancel()
-            if not client.moved:
-                return
-            stage = looking.result()
-
-    async def _look_elsewhere(self, stage: int, client: Worker) -> int | None:
-        """Returns the stage that needs ``client`` more, once there is one, and lets the client move; None: there is
-        none."""
-        unmeasured, version, drawn = set[int](), -1, 0.0
-        with contextlib.suppress(NoServer):  # then the client itself has no server
-            while not self._stays:
-                await self._clock.sleep(LOOK_EVERY_S)
-                if client.version < 2:  # in the first step a stage of long parts looks slow until some have come back
-                    continue
-                helpers, before = await self._helpers(await self._servers()), unmeasured
-                unmeasured = {s for s, h in enumerate(helpers) if h.clients and h.speed < IDLE}
-                if unmeasured - before:  # such clients may still fetch the weights
-                    continue
-                if client.version != version:  # clients that decide to move in a step all do so at its end, at once
-                    version, drawn = client.version, self._draw.random()
-                if client.transfers_s:
-                    self._byte_s = client.transfers_s / self._costs.moved[stage]
-                work, ours, step_s = self._costs.work, helpers[stage], client.step_s
-                left = self._costs.left(self._byte_s, step_s) if step_s else ()
-                to = stage_to_move_to(
-                    work, self._speeds(helpers), stage, ours.clients, ours.speed * work[stage], self._fits, drawn, left
-                )
-                if to is not None:
-                    client.move()
-                    return to
-        return None
-
-    async def _helpers(self, servers: Mapping[int, Sequence[PeerId]]) -> list[Helpers]:
-        """Returns the clients of each stage."""
-        return [await helpers_of(self._net, servers.get(s, ())) for s in range(len(self._costs.work))]
-
-    def _speeds(self, helpers: Sequence[Helpers]) -> list[float]:
-        """Returns the work per second of the servers and clients of each stage."""
-        return [(h.speed + h.own) * work for h, work in zip(helpers, self._costs.work, strict=True)]

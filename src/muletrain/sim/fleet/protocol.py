@@ -34,8 +34,8 @@ from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.service import Service
-from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.servers import Costs, Roaming
+from muletrain.runtime.pool.client import Client, Roaming
+from muletrain.runtime.pool.servers import Costs
 from muletrain.sim.fleet.accounts import always
 from muletrain.sim.fleet.flow import Churn
 from muletrain.sim.fleet.hollow import HollowCompute, HollowTokens, hollow_plan
