@@ -34,9 +34,7 @@ async def misbehave(ctx: Any, peer: str, step: int, lineage: bytes) -> None:
     stage = ctx.roster.member(peer).stage
     tensors = [encode(torch.zeros(3, 3), Codec.FP32), encode_ids(torch.zeros(3, 3, dtype=torch.int64))]
     for wrong in (request, request | {"index": 1000}):  # refused while this step lasts, ignored after it
-        await _frame(
-            ctx, peer, Forward(**wrong, stage=stage, accumulate=(0, 1), gradient=True).frame(tensors)
-        )
+        await _frame(ctx, peer, Forward(**wrong, stage=stage, accumulate=(0, 1), gradient=True).frame(tensors))
     if step != ONCE_AT:
         return
     await _frame(ctx, peer, Frame("nonsense", {"a": 1}))

@@ -118,9 +118,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         "sketch": bytes(256),
     }
     return [
-        Forward(**request, stage=stage, accumulate=(0, 1), gradient=stage > 0).frame(
-            [inputs, targets]
-        ),
+        Forward(**request, stage=stage, accumulate=(0, 1), gradient=stage > 0).frame([inputs, targets]),
         Backward(**request, stage=1, **answer).frame([encode(hidden, Codec.FP32)]),
         Done(**request, stage=stage, **answer).frame(),
         Busy(**request, stage=1, full=True).frame(),
