@@ -125,7 +125,7 @@ def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
 
     class Alone(Trainer):
         def __init__(self) -> None:
-            self._refilling, self._lacking, self._repairs = set(), defaultdict(set), set()
+            self._refilling, self._lacking, self._repairs, self._begun = set(), defaultdict(set), set(), {}
             roster: Any = SimpleNamespace(member=lambda _: SimpleNamespace(stage=1))
             self._ctx: Any = SimpleNamespace(roster=roster)
 

@@ -78,15 +78,14 @@ class Trainer:
         """Peers down before this step, which hold no microbatches of the step."""
         self._silent: set[int] = set()
         """Stages with a peer that was silent, but may come back, when we took microbatches over."""
-        self._refilling: set[tuple[int, int]] = set()
-        """(stage, microbatch) of reruns in progress."""
         self._lacking: defaultdict[int, set[int]] = defaultdict(set)
-        """By microbatch: the stages that lack it since its rerun began, if any. One rerun is for all of them. A stage of
-        the present rerun may ask again: a replica may have dropped the microbatch since our question."""
+        """By microbatch: the stages that lack it since its rerun began, or that may have lost it in flight. One rerun is
+        for all of them. A stage of the present rerun may ask again: a replica may have dropped the microbatch since our
+        question."""
+        self._refilling: set[int] = set()
+        """Microbatches whose rerun is in progress."""
         self._begun: dict[int, bool] = {}
         """Microbatches that were given out, and whether each is through."""
-        self._perhaps_lost: defaultdict[int, set[int]] = defaultdict(set)
-        """Stages at which a microbatch in flight may have been lost with a peer, by microbatch."""
         self._repairs: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._without: defaultdict[int, dict[PeerId, tuple[PeerId, ...]]] = defaultdict(dict)
@@ -150,11 +149,9 @@ class Trainer:
             self._gaps += 1
         mine = [i for i in gap.indices if self._is_mine(i, gap.turn)]
         if gap.early:
-            mine = [i for i in mine if (gap.stage, i) not in self._refilling]
-            for i in [i for i in mine if self._begun.get(i) is False]:
-                self._perhaps_lost[i].add(gap.stage)
-            mine = [i for i in mine if self._begun.get(i)]
-        new = [i for i in mine if i not in self._lacking]
+            mine = [i for i in mine if i in self._begun]
+        new = [i for i in mine if i not in self._refilling and (self._begun.get(i) or not gap.early)]
+        self._refilling.update(new)
         for i in mine:
             self._lacking[i].add(gap.stage)
         repairs = [asyncio.create_task(self.refill(i)) for i in new]
@@ -173,15 +170,13 @@ class Trainer:
         try:
             while stages := tuple(sorted(self._lacking[index])):
                 self._lacking[index].clear()
-                self._refilling.update((stage, index) for stage in stages)
                 missing, _loss = await self._still_missing(index, stages)
                 if missing:
                     await self.see_through(index, missing, asked=True)
                     self._begun[index] = True
-                self._refilling.difference_update((stage, index) for stage in stages)
         finally:
             self._lacking.pop(index, None)
-            self._refilling = {each for each in self._refilling if each[1] != index}
+            self._refilling.discard(index)
 
     async def _run(self, indices: Iterable[int], *, retry: bool, turn: int = 0) -> None:
         """Claim and see through our share of ``indices``, and tell all peers. Ends after
@@ -225,11 +220,9 @@ class Trainer:
             await asyncio.wait({self._validation})
         loss = await self.see_through(index, stages, retry=retry)
         self._begun[index] = True
-        if lost := self._perhaps_lost.pop(index, set()):
-            under_way = index in self._lacking
-            self._lacking[index] |= lost
-            if not under_way:
-                await self.refill(index)
+        if self._lacking.get(index) and index not in self._refilling:
+            self._refilling.add(index)
+            await self.refill(index)
         return loss
 
     async def see_through(
