@@ -107,12 +107,10 @@ class Company:
         return trusted and not self.is_apart(peer) and peer not in self._differing
 
     def _hurries(self, peer: PeerId) -> bool:
-        """Does ``peer`` end more of our attempts than any other replica, ``MAX_OUTRAN`` or more? Half as many suffice
-        if another replica leaves ``peer`` out. A liar can drive honest replicas to later attempts, but then ends the
-        most attempts itself."""
-        left_out = any(peer not in s.members for m, s in self._state.seals.items() if m != peer)
+        """Does ``peer`` end more of our attempts than any other replica, ``MAX_OUTRAN`` or more? A liar can drive honest
+        replicas to later attempts, but then ends the most attempts itself."""
         most = max(self._outran, key=lambda m: (self._outran[m], m), default=None)
-        return peer == most and self._outran[peer] >= (MAX_OUTRAN // 2 if left_out else MAX_OUTRAN)
+        return peer == most and self._outran[peer] >= MAX_OUTRAN
 
     def is_apart(self, peer: PeerId) -> bool:
         """Is ``peer`` left out because of earlier steps or rounds, with missing chunks or a stall?"""
