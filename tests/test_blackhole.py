@@ -3,6 +3,7 @@ round completes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,7 @@ from muletrain.network.memory import MemoryNetwork
 from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.core.blocks import AskBlocks
 from proofs.play import play
-from proofs.scenario import Scenario
+from proofs.scenario import FOR_EVER_S, Fault, Scenario
 from proofs.verdict import Outcome, readable
 
 if TYPE_CHECKING:
@@ -82,3 +83,17 @@ def test_a_replica_whose_chunks_do_not_come_is_left_behind(silent: str, monkeypa
     outcome = played(2, 3)
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert len(finished(outcome)) == 5
+
+
+def test_three_replicas_of_which_two_exchange_no_chunks_agree_though_a_microbatch_takes_minutes() -> None:
+    """Each left another one out, for ending its attempts, and asked for gaps that nobody filled for it: an hour, and no
+    end. Found by 'python -m proofs fuzz' (seed 300031)."""
+    faults = (
+        Fault(3.452645151045946, "join", ("peer-2j0",)),
+        Fault(169.62629969387672, "small", ("peer-2a", "peer-2c"), for_s=FOR_EVER_S, limit=2000),
+    )
+    seats = [[f"peer-{stage}{end}" for end in ends] for stage, ends in enumerate(("aba", "aba", "abc"))]
+    world = Scenario(300031, (2, 2, 3), 6, 2, 9, 0.1, faults, overrides=(f"pipeline.seats={seats}",), stalls=0.1)
+    slow = replace(world, longer=800.0, slower=800.0, narrow=(("peer-2j0", 69_499.0),), without_data=("peer-2j0",))
+    outcome = play(replace(slow, overrides=(*world.overrides, 'pipeline.schedule="gpipe"')))
+    assert outcome.violations == [], "\n".join(readable(outcome))

@@ -1,4 +1,4 @@
-"""What one message can make its receiver hold and compute: every kind has a bound (docs/trust.md, where the table
+"""What one message can make its receiver hold and compute: every kind has a bound (docs/reference/messages.md, where the table
 names each)."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MEMORY_TIMES = 80
 much."""
 CPU_S_PER_BYTE = 3e-6
 """Of a header or a call. What is fine costs a tenth of it; the rest is room for a machine that does other things."""
-TRUST = Path(__file__).parents[1] / "docs" / "trust.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "messages.md"
 
 
 def below(cls: type[Header]) -> Iterator[Any]:
@@ -160,7 +160,7 @@ def test_a_field_without_a_bound_is_found() -> None:
 
 
 def test_the_table_names_every_kind_and_its_bound() -> None:
-    found = re.findall(r"^\| (answer to )?`([\w.]+)` \| ([\d.]+ [kM]?B)", TRUST.read_text(), re.MULTILINE)
+    found = re.findall(r"^\| (answer to )?`([\w.]+)` \| ([\d.]+ [kM]?B)", PAGE.read_text(), re.MULTILINE)
     rows = {answer + kind: most for answer, kind, most in found}
     assert len(rows) == len(found)
     assert rows == {name: size(name, cls) for name, cls in HEADERS.items()}
