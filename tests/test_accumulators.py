@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from muletrain.config.schema import Codec
 from muletrain.errors import ProtocolError
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.shards import BLOCK
-from muletrain.runtime.core.blocks import Blocks, Manifest
+from muletrain.runtime.core.blocks import AskBlocks, Blocks, Manifest
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.pool.accumulators import (
     Accumulators,
@@ -70,7 +71,7 @@ def test_a_manifest_of_anything_but_an_accumulator_is_refused() -> None:
         transfer = Transfer(Wanted(generation=0, step=0, transfer=1, givings=()))
 
         async def begin(tensors: Any, **other: Any) -> None:
-            nbytes = sum(shape[0] * (8 if kind == "int64" else 1) for _, kind, shape in tensors)
+            nbytes = sum(math.prod(shape) * (8 if kind == "int64" else 1) for _, kind, shape in tensors)
             manifest = Manifest(**{"tensors": tensors, "block": nbytes, "digests": bytes(32)} | other)
             assert (await own._coming(manifest.pack(), transfer)).missing == {0}
 
@@ -81,12 +82,44 @@ def test_a_manifest_of_anything_but_an_accumulator_is_refused() -> None:
             (right[0], ("gradient", "uint8", (size + 1,))),
             (("givings", "int64", (MAX_PARTS + 1,)), right[1]),
             (("givings", "int64", (3, 1)), right[1]),
+            (("givings", "int64", ()), right[1]),
             (("givings", "float64", (3,)), right[1]),
         ):
             with pytest.raises(ProtocolError):
                 await begin(wrong)
         with pytest.raises(ProtocolError, match="blocks of"):  # a block lies in memory, and others may send as much
             await begin(right, block=1 << 28)
+        await tasks.close()
+
+    virtually(scenario())
+
+
+@pytest.mark.parametrize("answer", [b"\xff", Manifest(tensors=(), block=1, digests=b"").pack()])
+def test_a_client_whose_copy_is_wrong_is_lost_and_ends_no_server(answer: bytes) -> None:
+    """The task that took the copy failed, and with it the server."""
+
+    async def scenario() -> None:
+        hub, tasks, lost = MemoryHub(), Tasks(), list[str]()
+        net = hub.join("server")
+
+        async def answers(sender: str, payload: bytes) -> bytes:
+            return answer
+
+        hub.join("client").serve(AskBlocks.KIND, answers)
+        desk: Any = SimpleNamespace(plan=plan(Codec.INT8), lose=lambda client, why, **how: lost.append(why))
+        clients: Any = SimpleNamespace(
+            desk=desk, want=lambda client, ask, begun=None: begun and begun.set(), each_s=0.0
+        )
+        parts: Any = SimpleNamespace(holders=lambda step: {"client": {1}})
+        checks: Any = SimpleNamespace(concerned=lambda step: set())
+        device: Any = Device()
+        nothing: Any = None
+        blocks = Blocks(net, LoopClock(), tasks)
+        own = Accumulators(clients, device, nothing, parts, nothing, checks, blocks, tasks)
+        await own._take_over("client", 0)
+        assert len(lost) == 1
+        assert "its accumulator is wrong" in lost[0]
+        assert not tasks.failure.done()
         await tasks.close()
 
     virtually(scenario())

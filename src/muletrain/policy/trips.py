@@ -21,7 +21,7 @@ LONG_OWN = 2
 """Or times that an answer takes by our own device, before any was measured: where our device needs a minute for a
 forward, so do most peers."""
 LONG_MOST_S = 3600.0
-"""Longest time that our own device's operations make requests wait [s]."""
+"""Longest time until a request is overdue [s]."""
 
 
 class Trips:
@@ -57,7 +57,7 @@ class Trips:
     def long_s(self) -> float:
         """Returns the seconds after which a request is overdue, whatever the peer reports."""
         if self._deadline.known:
-            return LONG * self._deadline.seconds(longest_s=math.inf)
+            return min(LONG_MOST_S, LONG * self._deadline.seconds(longest_s=math.inf))
         return max(LONG_UNMEASURED * self._deadline.seconds(), LONG_OWN * self._own_s())
 
     def _own_s(self) -> float:

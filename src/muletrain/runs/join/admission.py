@@ -16,6 +16,7 @@ from muletrain.errors import AdmissionError, CapacityError, ProtocolError
 from muletrain.events import Admitted, JoinRefused, Note
 from muletrain.policy.recent import Debts
 from muletrain.runs.join.messages import (
+    NOT_AWAITED,
     PIECE,
     Admitter,
     AskAdmitter,
@@ -181,6 +182,8 @@ class LiveMembers:
         return True  # a newcomer is in no roster yet
 
     def begun(self, peer: PeerId, ready: Ready | None) -> Begun:
+        if ready is not None and all(m.id != peer for m in self._roster.genesis.members):
+            raise AdmissionError(NOT_AWAITED)
         return Begun(genesis=self._roster.genesis)
 
 

@@ -23,6 +23,7 @@ PIECE = 512 * 1024
 CALL_S = 30.0
 """Seconds that a call of this protocol may take."""
 AGAIN = "join again in some seconds"
+NOT_AWAITED = f"the run did not wait for this machine, which took long to get ready; {AGAIN}"
 """Ends a temporary refusal: the newcomer tries again (``patience``)."""
 ASK_EVERY_S = 1.0
 """Seconds between two questions of a client, whom nobody tells that the run begins, or that a stage has servers."""

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from muletrain.clock import LoopClock
-from muletrain.errors import AdmissionError, NetworkError, ProtocolError
+from muletrain.errors import AdmissionError, NetworkError
 from muletrain.events import Note, Waiting
 from muletrain.runs.join.admission import Admission, member_of, unique_name
 from muletrain.runs.join.messages import (
     AGAIN,
     CALL_S,
+    NOT_AWAITED,
     PIECE,
     READY_EVERY_S,
     AskAdmitter,
@@ -98,7 +99,7 @@ class Rendezvous:
     def ready(self, peer: PeerId, ready: Ready) -> None:
         """``peer`` has built its stage. Raises AdmissionError for a peer without a stage."""
         if peer not in self._guests:
-            raise AdmissionError(f"the run did not wait for this machine, which took long to get ready; {AGAIN}")
+            raise AdmissionError(NOT_AWAITED)
         if self._guests[peer].ready != ready:  # waiting guests repeat ``Ready``
             self._guests[peer].ready = ready
             self._changed.set()
@@ -255,13 +256,13 @@ class Rendezvous:
         )
 
     async def _on_piece(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises ProtocolError except for a guest that prepares its stage."""
+        """Raises AdmissionError for a part of the checkpoint, except for a guest that prepares its stage."""
         ask, guest = AskPiece.unpack(payload), self._guests.get(sender)
-        if self._begun is not None or guest is None:
-            raise ProtocolError("pieces are for a guest that prepares its stage")
-        self.goes_on(sender)
         if not ask.part or self.checkpoint is None:
             return await self._admission.on_piece(sender, payload)
+        if self._begun is not None or guest is None:
+            raise AdmissionError(NOT_AWAITED)
+        self.goes_on(sender)
         return await asyncio.to_thread(_read_piece, self.checkpoint.parts[guest.welcome.stage], ask.offset)
 
 

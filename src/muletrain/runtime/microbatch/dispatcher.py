@@ -156,7 +156,7 @@ class Dispatcher:
                 if self._ctx.clock.now() - full_s >= self.trips.long_s():
                     if tried:
                         raise StageLost(f"stage {self._stage}: nobody else has room for long")
-                    for overdue in full:
+                    for overdue in full - at_it.keys():
                         self._ctx.detector.note_overdue(overdue, request.step)
                     full_s, failed = self._ctx.clock.now(), set()
                 continue

@@ -109,7 +109,9 @@ class Pending:
         copy.add_done_callback(self._copied)
 
     def _copied(self, copy: asyncio.Task[Answer]) -> None:
-        if not (copy.cancelled() or copy.exception() or self.reply.done()):
+        if copy.cancelled() or copy.exception():
+            self.copy = None  # another copy may follow
+        elif not self.reply.done():
             self.reply.set_result(copy.result())
 
 

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 MAX_TRIES = 60
 """Tries of one microbatch before the trainer gives up with an error: 20 minutes of pauses."""
+MOST_AGAIN = 3
+"""Checks of a microbatch in one repair: repeated requests may be lies, and our report that all microbatches are through
+waits for repairs."""
 MOST_ASKED = 4
 """Most peers of a stage to probe for their absence: a partition may take hundreds at once."""
 
@@ -167,8 +170,10 @@ class Trainer:
     async def refill(self, index: int) -> None:
         """Run a microbatch again for the stages that lack it (``_lacking``), then for stages that asked meanwhile. All
         stages of a deep fleet may lack the microbatch, and one rerun for each would take as many times as long."""
+        times = Counter[int]()
         try:
-            while stages := tuple(sorted(self._lacking[index])):
+            while stages := tuple(s for s in sorted(self._lacking[index]) if times[s] < MOST_AGAIN):
+                times.update(stages)
                 self._lacking[index].clear()
                 missing, _loss = await self._still_missing(index, stages)
                 if missing:
@@ -295,8 +300,10 @@ class Trainer:
 
     def _left_out(self, stages: tuple[int, ...]) -> tuple[PeerId, ...]:
         """Returns peers of ``stages`` that should compute a microbatch only if no other peer can."""
-        named = sorted(p for s in stages for p in self._votes(s) if self._ignored(p))
-        return tuple(named[:MAX_WITHOUT])
+        named = {s: {p for p in self._votes(s) if self._ignored(p)} for s in stages}
+        # where each replica of a stage goes on without the others, none is better than another
+        some = (ignored for s, ignored in named.items() if not ignored.issuperset(self._ctx.roster.stage(s)))
+        return tuple(sorted(p for ignored in some for p in ignored)[:MAX_WITHOUT])
 
     def _ignored(self, peer: PeerId) -> bool:
         """Do most of the stage's other replicas go on without ``peer``? Then the accumulator of ``peer`` is of no

@@ -181,16 +181,17 @@ class Peer:
     async def _steps(self, *, returned: bool) -> None:
         """Take one step after the other, until the run has ended or this peer leaves. ``returned``: other peers may
         have begun the first step."""
-        at, sure = self.position, False
+        at, sure, absences = self.position, False, self._ctx.meter.absences
         while not self._life.done:
-            step, absences = at.step, self._ctx.meter.absences
+            step = at.step
             try:
                 if self._incoming.passed_by() or returned:
                     await self.runner.meet(sure=sure)
                 self._microbatches.begin(at.work, retry=returned)
                 await self._incoming.redeliver()
                 record = await self.runner.run()
-                returned = absences != self._ctx.meter.absences  # others may have begun the next step without us
+                # others may have begun the next step without us
+                returned, absences = absences != self._ctx.meter.absences, self._ctx.meter.absences
                 self._arrival.caught_up()
             except Behind as e:
                 self._microbatches.end(step)

@@ -211,14 +211,13 @@ class Accumulators:
                 await self._clock.sleep(CHECKED_S)  # the client brought back another part meanwhile
             if transfer.gone:
                 return  # the client may have enlisted again by now
-            copy = taking.result()
+            if isinstance(copy := taking.result(), str):
+                raise Lost(f"its accumulator is wrong: {copy}")
             numbers = {*copy["givings"].tolist()}
             if not givings <= numbers:
                 raise Lost("its accumulator lacks parts that it should contain")
             async with self._adding:  # the numbers of one accumulator at a time are in memory
                 await self._add_copy(client, step, transfer, numbers, copy["gradient"])
-        except ProtocolError as e:
-            raise Lost(f"its accumulator is wrong: {e}") from None
         finally:
             taking.cancel()
             if self._transfers.get(client) is transfer:
@@ -263,9 +262,16 @@ class Accumulators:
                 self._pool.put_part(part, self._clock.now(), OWN, only=OWN)
             self._clients.desk.doubt(client)
 
-    async def _taken(self, client: PeerId, transfer: Transfer) -> dict[str, Tensor]:
-        """Returns the copy of an accumulator, once the client has made the copy. Raises ProtocolError for a copy that no
-        accumulator has. Ends when cancelled, after ``GONE_S`` without a block."""
+    async def _taken(self, client: PeerId, transfer: Transfer) -> dict[str, Tensor] | str:
+        """Returns the copy of an accumulator, once the client has made the copy, or what is wrong with the copy. Ends
+        when cancelled, after ``GONE_S`` without a block."""
+        try:
+            return await self._whole(client, transfer)
+        except ProtocolError as e:  # a task that fails would end the server
+            return str(e)
+
+    async def _whole(self, client: PeerId, transfer: Transfer) -> dict[str, Tensor]:
+        """Raises ProtocolError for a copy that no accumulator has."""
         await transfer.begun.wait()
         downloader, tries = Downloader(self._blocks, self._inner.offload), 0
         while not (manifests := await downloader.manifests(transfer.wanted.copy_name, [client])):
@@ -288,7 +294,8 @@ class Accumulators:
         manifest, size = Manifest.unpack(packed), packed_size(self._inner.n_trained, self._clients.desk.plan)
         manifest.check(size + 8 * MAX_PARTS)
         (_, _, givings), *_ = manifest.tensors or (("", "", ()),)
-        if manifest.tensors != (("givings", "int64", givings[:1]), ("gradient", "uint8", (size,))):
+        listed = ("givings", "int64", givings), ("gradient", "uint8", (size,))
+        if len(givings) != 1 or manifest.tensors != listed:
             raise ProtocolError("a manifest of other tensors than an accumulator")
         data = (await self._inner.room(-(-manifest.size // 4))).numpy().data.cast("B")[: manifest.size]
         return _Coming(blake3(packed).digest(), manifest, data, set(range(manifest.blocks)), transfer)

@@ -111,6 +111,9 @@ class WeightsDownload:
                 data = self._values.numpy().data.cast("B")
                 self._partial = partial = PartialDownload(digest, manifest, data, set(range(manifest.blocks)))
             await self._downloader.fetch(partial, servers)
+        except ProtocolError as e:  # the first server named these weights
+            self.wrong.add(servers[0])
+            return str(e)
         except NetworkError as e:
             return str(e)
         return ""

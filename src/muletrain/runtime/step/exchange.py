@@ -120,17 +120,20 @@ class Exchange:
         self._applied[peer] = b"" if row.said is None else row.said.record
         try:
             if row.said is not None:
+                if row.said.entries and not row.said.record:
+                    raise ProtocolError("a speaker's word, unasked")
                 self._take_in(peer, row.said)
             self._known[peer] = row.version
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))
+        self._ctx.news.touched()
 
     def on_statements(self, sender: PeerId, said: Statements) -> None:
         """Take in what ``sender`` tells unasked. Raises ProtocolError."""
         if said.entries and 2 * self._state.size <= speakers.DIRECT:  # no peer counts so many more than we do
             raise ProtocolError("a speaker in a run where everyone tells everyone")
-        if said.record and said.stage != self._ctx.roster.own.stage:
-            raise ProtocolError("a record from a speaker of another stage")
+        if said.record and (said.stage != self._ctx.roster.own.stage or said.entry is not None):
+            raise ProtocolError("a record from a speaker of another stage, or with an attestation")
         self._take_in(sender, said)
 
     def _take_in(self, sender: PeerId, said: Statements) -> None:
@@ -140,7 +143,7 @@ class Exchange:
         if said.seal is not None:
             self._log.arrived(sender)
             if news and state.attested is not None:  # no further attempt is needed: every replica can take our gradient
-                self._tell((sender,), entry=state.attested)
+                self.tell((sender,), entry=state.attested)
         if said.stage == ctx.roster.own.stage and (said.seal or said.entry):
             self._question(sender)
         for member in (
@@ -161,9 +164,10 @@ class Exchange:
     def state(self, peers: tuple[PeerId, ...], **changed: Any) -> None:
         """Tell ``peers`` what this peer states anew, as fields of ``Statements``."""
         self._state.changed()
-        self._tell(peers, **changed)
+        self.tell(peers, **changed)
 
-    def _tell(self, peers: tuple[PeerId, ...], **said: Any) -> None:
+    def tell(self, peers: tuple[PeerId, ...], **said: Any) -> None:
+        """Tell ``peers`` what is not new, or stands in the row in other words."""
         at, stage = self._state, self._ctx.roster.own.stage
         statements = Statements(lineage=at.lineage, step=at.step, stage=stage, **said)
         self._ctx.spawn(self._ctx.tell(peers, statements), "statements")  # a frozen peer must not hold us up
@@ -189,10 +193,10 @@ class Exchange:
         if certificate is not None:
             others = {p for s in range(self._ctx.plan.stages) if s != own for p in state.speakers(s)}
             new = self._unaware(certificate.entry.round, others)
-            self._tell(new, entries=(certificate.entry,), product=certificate.product)
+            self.tell(new, entries=(certificate.entry,), product=certificate.product)
         if record is not None:
             new = self._unaware(record.hash, {*roster.replicas()})
-            self._tell(new, entries=record.stages, product=record.product, record=record.hash)
+            self.tell(new, entries=record.stages, product=record.product, record=record.hash)
 
     def _unaware(self, about: bytes, peers: set[PeerId]) -> tuple[PeerId, ...]:
         """The ``peers`` that we had not told about a round or a record, and tell now."""

@@ -63,6 +63,8 @@ class Reruns:
         self._waits, self._deadlines = waits, deadlines
         self._work, self._ledger = state.work, state.work.ledger
         self._known_down = self._down()
+        self._turn = 0
+        """Questions about gaps so far."""
         self._filled_most = 0
         """Largest number of the last gaps that some replica held."""
         self._asked: Gap | None = None
@@ -132,19 +134,20 @@ class Reruns:
         ctx, state = self._ctx, self._state
         assert state.announced is not None  # the gaps follow from our seal
         told, asked_s, known = frozenset[int](), -math.inf, frozenset[str]()
-        for turn in itertools.count():
+        while True:
             ctx.news.changed.clear()
             with_us, now_s = {*self._company.members()} - {*left_out}, ctx.clock.now()
             live = frozenset(filter(ctx.roster.is_alive, ctx.roster.replicas()))
             if not live <= known or now_s - asked_s >= max(AGAIN_S, OF_WAIT * (now_s - begin)):
-                asked_s, known = now_s, live  # one that is back may hold the gaps
-                asked = (*ctx.roster.spread(MAX_ASKED, turn, tuple(sorted(live))), *self._down())
+                asked_s, known, self._turn = now_s, live, self._turn + 1  # one that is back may hold the gaps
+                asked = (*ctx.roster.spread(MAX_ASKED, self._turn, tuple(sorted(live))), *self._down())
                 answers = await ctx.detector.ask_all(asked, state.lineage, state.step)
                 await self._follow(answers)
+                await self._tell_newcomers()
                 state.filled.update((p, frozenset(row.accumulated)) for p, row in answers.items() if row.current)
             if own := (gaps & self._ledger.accumulated) - told:
                 told |= own
-                self._exchange.state(tuple(sorted(live)), filled=tuple(sorted(told)))
+                self._exchange.tell(tuple(sorted(live)), filled=tuple(sorted(told)))
             claims = {p: gaps & state.filled.get(p, frozenset()) for p in with_us}
             filled = told.union(*claims.values())
             if len(filled) > self._filled_most:
@@ -156,7 +159,6 @@ class Reruns:
                 self._claims = claims
                 return
             self._company.check()  # raises LeftOut: replicas that go on without us may hold the microbatches
-            await self._tell_newcomers()
             with contextlib.suppress(DeadlineExceeded):
                 await ctx.clock.deadline(ctx.news.changed.wait(), AGAIN_S, "news of gaps")
 

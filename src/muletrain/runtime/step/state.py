@@ -157,20 +157,22 @@ class StepState:
         """``applied``: ``sender`` has applied a record with ``entry``, and has forgotten earlier seals."""
         if sender != entry.holder or self._ctx.roster.member(sender).stage != entry.stage:
             raise ProtocolError("round entry in another's name, or for a stage that its sender does not serve")
-        if applied:
-            if sender not in self.builder.holders(entry.for_record()):
-                self.unsaid.add(sender)
-            self._views[sender].add(frozenset({*entry.members, *entry.expelled}))
-            self._heard += 1
         ours = entry.stage == self._ctx.roster.own.stage
         if ours and self.takes_part(entry) and (reason := self._contradiction(entry)) is not None:
             raise ProtocolError(f"round entry: {reason}")
+        unsaid = sender not in self.builder.holders(entry.for_record())
         self.builder.add(entry)
+        if applied:
+            if unsaid:
+                self.unsaid.add(sender)
+            self._views[sender].add(frozenset({*entry.members, *entry.expelled}))
+            self._heard += 1
 
     def _abstains(self, peer: PeerId, attempt: int) -> None:
         """``peer`` abstains before ``attempt``, and accepts the agreement of the other replicas."""
         self.builder.abstain(self._ctx.roster.member(peer).stage, peer)
         self._aside[peer] = max(attempt, self._aside.get(peer, 0))
+        self.filled.pop(peer, None)
 
     def abstain(self) -> int | None:
         """Abstain, since our replicas go on without us. Returns the first attempt after that; None: no news."""
