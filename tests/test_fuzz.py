@@ -219,10 +219,11 @@ def test_nobody_waits_for_a_replica_that_waits_for_those_that_go_on_without_it()
 
 def test_a_peer_that_waits_for_the_record_finds_replicas_that_it_believed_dead() -> None:
     """After a partition a replica held its own round, and its two others sealed one without it: it saw one of them, so
-    it did not give way, and they waited for microbatches that their trainer sent to it."""
+    it did not give way, and they waited for microbatches that their trainer sent to it. (Both sides have half a record by
+    then, and lack a stage: after a minute one takes the other's history.)"""
     outcome = play(draw(316))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert outcome.virtual_s < 60.0
+    assert max(e.t for e in outcome.of(StepApplied)) < 90.0
 
 
 def test_a_stage_that_another_peer_reaches_is_not_lost() -> None:

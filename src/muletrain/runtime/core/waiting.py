@@ -204,9 +204,12 @@ class Waits:
         does not measure the duration (Karn's algorithm), and later waits are no longer measured then. Arrivals before
         the second question (``came_s``; inf: there were none) tell more than the whole wait (``took_s``), which a liar or a
         hung device may have held up. The deadline was too short, so the next deadline, three times a first measurement,
-        is no shorter; without arrivals it is twice as long (RFC 6298, 5.5)."""
+        is no shorter; without arrivals it is twice as long (RFC 6298, 5.5), and at least the pause between two
+        questions."""
         missed_s = deadline.seconds()
-        return min(took_s, max(came_s, missed_s / 3) if came_s < math.inf else 2 * missed_s / 3)
+        return min(
+            took_s, max(came_s, missed_s / 3) if came_s < math.inf else max(2 * missed_s, PATIENCE_S / LOOKS) / 3
+        )
 
     def hopeless(self, begin: float, times: int = 1) -> bool:
         """Has a wait since ``begin`` seen no progress for ``times`` times the patience, or lasted endlessly?"""

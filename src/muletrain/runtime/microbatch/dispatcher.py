@@ -230,15 +230,15 @@ class Dispatcher:
         self._debtors.add(pending)
         try:
             got = await self._try(pending, accumulate)
-            if isinstance(got, Declined) and pending.copy is not None:
-                await asyncio.wait({pending.copy})
-                return got if pending.copy.exception() else pending.copy.result()
+            if isinstance(got, Declined) and (copy := pending.copy) is not None:
+                await asyncio.wait({copy})
+                return got if copy.exception() else copy.result()
             return got
         finally:
             self._debtors.remove(pending)
-            if pending.copy is not None:
-                pending.copy.cancel()
-                await asyncio.wait({pending.copy})
+            if (copy := pending.copy) is not None:
+                copy.cancel()
+                await asyncio.wait({copy})
 
     def expects_another_than(self, peer: PeerId) -> bool:
         """Does another, unsuspected peer owe a gradient?"""
