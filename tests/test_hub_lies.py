@@ -102,12 +102,14 @@ def test_nobody_is_as_fast_as_it_says() -> None:
     assert pool.take(OWN, 0.0) is not None, "nobody else has room"
 
 
-@pytest.mark.parametrize("how", ["hoards", "digest"])
-def test_a_server_whose_clients_do_nothing_does_not_keep_them(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("how", "least"), [("hoards", 120), ("digest", 180)])
+def test_a_server_whose_clients_do_nothing_does_not_keep_them(
+    how: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All clients of the stage came, stayed, and had nothing to do. Of an honest server they compute 244 parts."""
     scenario = replace(world(*lie(how, SERVERS[0]), steps=12), slower=20.0)
     done = parts(kept(scenario))
-    assert sum(done[name] for name in CLIENTS[:4]) > 150
+    assert sum(done[name] for name in CLIENTS[:4]) > least
     monkeypatch.setattr(StageServers, "_left_out", lambda self, server: False)
     done = parts(kept(scenario))
     assert sum(done[name] for name in CLIENTS[:4]) < 140
