@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from muletrain.errors import AdmissionError, DeadlineExceeded, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.runs.join.admission import serve_admitter
 from muletrain.runs.join.messages import (
-    AGAIN,
+    ASK_EVERY_S,
     CALL_S,
     PIECE,
     READY_EVERY_S,
@@ -139,16 +139,13 @@ class JoinClient:
     ) -> Genesis:
         """Wait for the beginning. ``ready``: of a guest with a stage. ``tell`` gets the missing conditions now and then.
         Raises NetworkError when the founder goes away meanwhile."""
+        pause_s = ASK_EVERY_S if ready is None else READY_EVERY_S
         while True:
             begun = await self._ask(AskBegun(ready=ready))
             if begun.genesis is not None:
                 return begun.genesis
-            if ready is None:
-                raise AdmissionError(
-                    f"the member that admits says that the run goes on, and does not know its beginning; {AGAIN}"
-                )
             tell(begun.missing)
-            done, _ = await asyncio.wait({self._genesis}, timeout=READY_EVERY_S)
+            done, _ = await asyncio.wait({self._genesis}, timeout=pause_s)
             if done:
                 return self._genesis.result()
 
