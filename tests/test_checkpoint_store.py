@@ -120,15 +120,17 @@ def test_a_part_that_cannot_be_is_refused(tmp_path: Path) -> None:
             ready(size=2 * known + (1 << 20) + 1)
         stages.contexts["coordinator"].plan = plan
         ready("coordinator")
-        assert not list(own.checkpoints), "a stage's own peers say first what its part is"
+        assert not own._open, "a stage's own peers say first what its part is"
         ready("other", digest=b"y" * 32)
         for sender in ("other", "coordinator"):
             ready(sender, digest=b"x" * 32)
-        assert [o.parts[1].digest for o in own.checkpoints] == [b"y" * 32], "the first counts until the writer speaks"
+        assert [o.parts[1].digest for o in own._open.values()] == [b"y" * 32], (
+            "the first counts until the writer speaks"
+        )
         ready()
         ready("other", digest=b"x" * 32)
-        assert [o.parts[1].digest for o in own.checkpoints] == [bytes(32)]
-        assert [o.holders[1] for o in own.checkpoints] == [{"one"}]
+        assert [o.parts[1].digest for o in own._open.values()] == [bytes(32)]
+        assert [o.holders[1] for o in own._open.values()] == [{"one"}]
         for step in range(5, 4 + MAX_OPEN):
             ready(step=step)
         with pytest.raises(ProtocolError, match="others are not complete"):

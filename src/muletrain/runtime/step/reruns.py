@@ -135,6 +135,7 @@ class Reruns:
         assert state.announced is not None  # the gaps follow from our seal
         told, asked_s, known = frozenset[int](), -math.inf, frozenset[str]()
         while True:
+            await self._tell_newcomers()
             ctx.news.changed.clear()
             with_us, now_s = {*self._company.members()} - {*left_out}, ctx.clock.now()
             live = frozenset(filter(ctx.roster.is_alive, ctx.roster.replicas()))
@@ -143,7 +144,6 @@ class Reruns:
                 asked = (*ctx.roster.spread(MAX_ASKED, self._turn, tuple(sorted(live))), *self._down())
                 answers = await ctx.detector.ask_all(asked, state.lineage, state.step)
                 await self._follow(answers)
-                await self._tell_newcomers()
                 state.filled.update((p, frozenset(row.accumulated)) for p, row in answers.items() if row.current)
             if own := (gaps & self._ledger.accumulated) - told:
                 told |= own
