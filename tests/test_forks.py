@@ -232,6 +232,9 @@ def test_a_stage_that_takes_itself_to_be_behind_keeps_its_state_if_nobody_has_a_
 
     monkeypatch.setattr(Exchange, "went_on", lured)
     monkeypatch.setattr(Roster, "voters", Roster.stage)  # as if nobody else heard them
-    outcome = play(replicas_apart(1.65))
-    assert outcome.violations == [], "\n".join(readable(outcome))
-    assert [e for e in outcome.events if isinstance(e, StateKept)]
+    kept = list[StateKept]()
+    for cut_s in (1.65, 1.7, 1.75, 1.9):  # in some of these moments it takes itself to be behind
+        outcome = play(replicas_apart(cut_s))
+        assert outcome.violations == [], "\n".join(readable(outcome))
+        kept += outcome.of(StateKept)
+    assert kept
