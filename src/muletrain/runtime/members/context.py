@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from muletrain.wire.frame import Frame
 
 R = TypeVar("R")
+NAMED = 8
+"""Most awaited peers that are named."""
 TRAFFIC: dict[str, TrafficClass] = {
     "forward": "activation",
     "backward": "gradient",
@@ -171,6 +173,6 @@ class Context:
             raise DeviceHung(self.meter.late)
         lost = [s for s in range(self.plan.stages) if not self.roster.stage(s)]
         gone = f"no peer of stages {lost} can be reached" if lost else "every stage can be reached"
-        if names := ", ".join(self.roster.name(p) for p in awaited):
+        if names := ", ".join(self.roster.name(p) for p in [*awaited][:NAMED]):
             gone = f"awaited: {names}; {gone}"
         return gone if self.roster.trainers() else f"{gone}, and no trainer can be reached"

@@ -23,6 +23,7 @@ from muletrain.events import (
 )
 from muletrain.events.facts import SMOOTHING
 from muletrain.runtime.core.times import AGAIN_S
+from muletrain.runtime.members.context import NAMED
 from muletrain.runtime.peer.messages import LOADING, SHOWN_DOWN, Report
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.record import StepRecord
     from muletrain.strategies.base import StandIn
 
-NAMED = 8
-"""Most awaited peers that are named."""
 REPORTS, REPORTS_A_STEP = 256, 4
 """Reports of one peer that are accepted at first, and for each step that we applied: the reporter may be ahead of us,
 and steps after a rollback are done again."""
