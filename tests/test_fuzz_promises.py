@@ -145,6 +145,26 @@ def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
     assert run_virtually(repaired(), 100.0, []) == 1, "this one"
 
 
+def test_who_asks_again_and_again_holds_up_no_repair() -> None:
+    """A trainer says that all is through when its repairs are. A liar that asks each time that it looks held it up for ever."""
+    looks = []
+
+    class Asked(Trainer):
+        def __init__(self) -> None:
+            self._refilling, self._lacking = set(), defaultdict(set, {7: {0}})
+
+        async def _still_missing(self, *_: object, **__: object) -> tuple[tuple[int, ...], float | None]:
+            looks.append(1)
+            self._lacking[7].add(0)
+            await asyncio.sleep(0.1)
+            return (), None
+
+    trainer = Asked()
+    run_virtually(trainer.refill(7), 100.0, [])
+    assert 1 < len(looks) < 5
+    assert not trainer._lacking
+
+
 def test_who_has_ever_more_repaired_holds_up_no_word_of_a_trainer() -> None:
     """A liar begins a repair before each of its repairs has ended."""
 

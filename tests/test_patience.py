@@ -9,7 +9,7 @@ import pytest
 
 from muletrain.clock import LoopClock
 from muletrain.config.schema import RunConfig
-from muletrain.errors import MuletrainError, NetworkError, Refused
+from muletrain.errors import AdmissionError, MuletrainError, NetworkError, Refused
 from muletrain.events import Event, Note, Waiting
 from muletrain.model.spec import ModelSpec
 from muletrain.network.base import Network
@@ -17,6 +17,7 @@ from muletrain.network.memory import MemoryHub
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.host import Host
 from muletrain.runs.join import newcomer
+from muletrain.runs.join.admission import LiveMembers
 from muletrain.runs.join.client import JoinClient
 from muletrain.runs.join.messages import AGAIN, CALL_S, AskPiece, Ready
 from muletrain.runs.join.newcomer import AGAIN_TRIES
@@ -24,6 +25,7 @@ from muletrain.runs.join.patience import PATIENCE_S
 from muletrain.runs.join.rendezvous import PREPARE_S
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.spec import WorkerSpec
+from muletrain.runtime.members.roster import Roster
 from tests.newcomers import NoTrial, introduction, rendezvous_of
 from tests.runners import TICKET, host_of
 from tests.virtual import virtually
@@ -117,6 +119,9 @@ def test_a_guest_that_gets_nowhere_is_named_and_loses_its_place() -> None:
         begun_s = LoopClock().now()
         with pytest.raises(NetworkError, match=f"did not wait for this machine, which took long to get ready; {AGAIN}"):
             await slow.begin(Ready(trainer=False, place=""))
+        running = LiveMembers(Roster(genesis, "founder"))  # admits once the run has begun
+        with pytest.raises(AdmissionError, match=AGAIN):
+            running.begun("slow", Ready(trainer=False, place=""))
         return said, begun_s
 
     said, begun_s = virtually(scenario())
