@@ -136,11 +136,11 @@ def test_the_founder_gives_a_guest_its_own_stages_part_and_only_until_the_run_be
         client, ask = JoinClient(guest, "founder"), join.AskPiece(offset=0, part=True)
         welcome = await client.join(introduction("guest"))
         assert await asked(guest, "founder", ask) == f"weights of stage {welcome.stage}".encode()
-        await refused(stranger, "founder", ask, "for a guest that prepares its stage")
+        await refused(stranger, "founder", ask, "did not wait for this machine")
         own.ready("founder", join.Ready(trainer=True, place=""))
         beginning = asyncio.create_task(client.begin(join.Ready(trainer=False, place="")))
         assert await own.gather() == await beginning
-        await refused(guest, "founder", ask, "for a guest that prepares its stage")
+        await refused(guest, "founder", ask, "did not wait for this machine")
 
     asyncio.run(scenario())
 
