@@ -131,6 +131,7 @@ class World(VirtualHost):
         self.stages: dict[str, FaultyCompute] = {}
         self.computes: dict[str, PacedCompute] = {}
         self.peers: dict[str, Peer] = {}
+        self.rosters: dict[str, Roster] = {}
         self.cut_off: list[str] = []
         """Who had not ended when the power failed."""
         self.disks = Disks(scenario, folder)
@@ -217,6 +218,10 @@ class World(VirtualHost):
             first_step=0 if self._start is None else self._start.step,
         )
 
+    def _contacts(self) -> tuple[Member, ...]:
+        """Those that any living member names to a newcomer."""
+        return next((r.contacts() for name, r in self.rosters.items() if not self.tasks[name].done()), ())
+
     def _member(self, name: str, called: str, stage: int, trains: bool) -> Member:
         place = self.disks.place(name).name
         return Member(id=name, name=called, stage=stage, trainer=trains, addresses=(), place=place)
@@ -270,7 +275,8 @@ class World(VirtualHost):
         sharing, limit_s = self._sharing(name), self.scenario.time_limit_s
         ends_s = math.inf if limit_s is None else clock.now() + limit_s
         trains = self._owns_data(name) and name not in self.scenario.without_data
-        roster = Roster(self._genesis, self._member(name, joins_as, stage_of(name), trains) if joining else name)
+        joins = self._member(name, joins_as, stage_of(name), trains) if joining else name
+        roster = self.rosters[name] = Roster(self._genesis, joins, self._contacts() if joining else ())
         network.on_refusal(lambda remote, reason: self._note(name, FrameRefused(remote=remote, reason=reason)))
         book = Book(place)
 

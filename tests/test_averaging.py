@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -362,3 +363,21 @@ def test_a_member_that_says_it_comes_on_but_sends_nothing_fails_the_round() -> N
             await asyncio.wait_for(watching, 2 * CEILING_S)
 
     run_virtually(scenario(), 2 * CEILING_S, [])
+
+
+def test_chunks_of_rounds_that_failed_use_up_nobodys_room() -> None:
+    """After some attempts in vain the chunks of an honest member were refused for the rest of the step."""
+
+    async def scenario() -> None:
+        group, own = members(MemoryHub(), Codec.FP32), gradients()
+        for k in range(1, 12):
+            attempt = replace(ROUND, id=bytes([k]) * 32)
+            work = [asyncio.create_task(group[p][1].reduce(attempt, own[p])) for p in IDS if p != "b"]
+            await asyncio.sleep(1.0)
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+        means = await asyncio.gather(*(group[p][1].reduce(ROUND, own[p]) for p in IDS))
+        assert all(torch.equal(mean, means[0][0]) for mean, _ in means)
+
+    virtually(scenario())

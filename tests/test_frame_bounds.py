@@ -18,7 +18,7 @@ from muletrain.network.relay import MAX_REQUEST
 from muletrain.policy.recent import MOST, Debts, Recent
 from muletrain.runs.measure.probing import MOST as MOST_ECHOED
 from muletrain.runs.measure.probing import PIECES, Echo, Prober
-from muletrain.runtime.averaging.averager import KEPT_BYTES, Limits
+from muletrain.runtime.averaging.averager import ATTEMPTS_SENT, KEPT_BYTES, Limits
 from muletrain.runtime.averaging.messages import Shard
 from muletrain.wire.codec import encode, encode_raw, encoded_size
 from muletrain.wire.frame import MAX_HEADER, MAX_PAYLOAD, PREFIX, read_frame
@@ -151,7 +151,8 @@ def test_a_request_for_a_relay_has_a_bound() -> None:
 # What is held for one sender ------------------------------------------------------------------------------------------------
 
 
-def test_chunks_of_one_member_take_no_room_from_the_others_and_are_bounded_by_a_round(tmp_path: Path) -> None:
+@pytest.mark.parametrize("values", [1, 1000])
+def test_chunks_of_one_member_take_no_room_from_the_others_and_are_bounded(tmp_path: Path, values: int) -> None:
     """However small they are: each costs more than its values."""
 
     async def scenario() -> None:
@@ -159,14 +160,19 @@ def test_chunks_of_one_member_take_no_room_from_the_others_and_are_bounded_by_a_
         await ready(target)
         averager = target.peer.runner.state.averager
         limits, taken = Limits.of(target.compute.n_params, PLAN.chunk), 0
+        chunk = encode(torch.zeros(values), Codec.FP32)
         for number in range(10 * limits.sent):
             try:
-                chunk = encode(torch.zeros(1), Codec.FP32)
                 averager.on_chunk("last", Shard(round=number.to_bytes(32, "big"), step=0, chunk=0), chunk)
                 taken += 1
             except ProtocolError:
                 pass
-        assert taken * (KEPT_BYTES + chunk.nbytes) <= limits.waiting < 3 * (8 * target.compute.n_params + 10_000)
+        assert taken == limits.sent
+        rounds = averager._inbox.arrived["last"].values()
+        held = sum(len(waits.chunks) * (KEPT_BYTES + chunk.nbytes) for waits in rounds)
+        assert 0 < held == sum(waits.nbytes for waits in rounds) <= limits.waiting
+        assert limits.waiting < 3 * (8 * target.compute.n_params + 10_000)
+        assert len(rounds) <= ATTEMPTS_SENT
         target.peer.roster.moved("first", 1)
         averager.on_chunk("first", Shard(round=bytes(32), step=0, chunk=1), encode(torch.zeros(9), Codec.FP32))
         await ended(target)

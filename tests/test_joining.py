@@ -17,7 +17,7 @@ import torch
 
 from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
-from muletrain.events import StateMissed, StepApplied, TransferFailed
+from muletrain.events import StateMissed, StepApplied, SteppedBack, TransferFailed
 from muletrain.network.base import Channel
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.deadline import Deadline
@@ -319,3 +319,20 @@ def test_state_over_narrow_uplinks_leaves_the_others_nine_tenths(rate: float, mo
     before = mean(seconds for begin, seconds in took if begin < 3.0)
     meanwhile = mean(seconds for begin, seconds in took if 3.0 < begin < came)
     assert before > 0.9 * meanwhile
+
+
+def test_a_newcomer_joins_though_all_that_founded_the_run_are_gone() -> None:
+    """It knew nobody but the founding peers, and the others never heard of it: it went back to step 0, alone."""
+    first, second, third = "peer-0j", "peer-0k", "peer-0l"
+    faults = (
+        Fault(1.0, "join", (first,)),
+        Fault(6.0, "join", (second,)),
+        Fault(10.0, "kill", ("peer-0a",)),
+        Fault(14.0, "join", (third,)),
+        Fault(18.0, "kill", (first,)),
+    )
+    outcome = play(Scenario(3, (1,), 1, 120, 4, 0.01, faults))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.ends == dict.fromkeys((second, third), "finished")
+    assert not outcome.of(SteppedBack)
+    assert any(microbatches for _, _, microbatches in applied(outcome, third))

@@ -17,12 +17,11 @@ from muletrain.network.memory import MemoryHub
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.host import Host
 from muletrain.runs.join import newcomer
-from muletrain.runs.join.admission import LiveMembers
+from muletrain.runs.join.admission import PREPARE_S, Admission, LiveMembers
 from muletrain.runs.join.client import JoinClient
 from muletrain.runs.join.messages import AGAIN, CALL_S, AskPiece, Ready
 from muletrain.runs.join.newcomer import AGAIN_TRIES
 from muletrain.runs.join.patience import PATIENCE_S
-from muletrain.runs.join.rendezvous import PREPARE_S
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runtime.members.roster import Roster
@@ -150,3 +149,26 @@ def test_a_guest_that_is_ready_keeps_its_place_however_long_another_is_waited_fo
         return sorted(m.name for m in (await gathering).members)
 
     assert virtually(scenario()) == ["early", "founder", "late"]
+
+
+def test_machines_that_come_together_get_different_stages_while_they_prepare() -> None:
+    """They are in no roster yet: all eight of a machine with eight GPUs got the same stage."""
+
+    async def scenario() -> None:
+        hub = MemoryHub()
+        own = rendezvous_of(hub.join("founder"), [1, 1], expected=2)
+        JoinClient(hub.join("other"), "founder")
+        for name in ("founder", "other"):
+            own.seat(name, introduction(name))
+            own.ready(name, Ready(trainer=True, place=""))
+        live = LiveMembers(Roster(await own.gather(), "founder"))
+        running = Admission(hub.join("admits"), lambda event: None, own.info, own.seating, live)
+        first, second, third = (running.admit(name, introduction(name)).stage for name in "abc")
+        assert {first, second} == {0, 1}
+        await asyncio.sleep(PREPARE_S / 2)
+        assert live.remove("c")
+        assert running.admit("d", introduction("d")).stage == third, "it declined"
+        await asyncio.sleep(PREPARE_S + 1)
+        assert live.consider(introduction("e")) == [["cpu"], ["cpu"]], "those that do not come hold no place"
+
+    virtually(scenario())

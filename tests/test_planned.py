@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -232,10 +233,13 @@ def test_machines_get_the_seat_of_their_name_whoever_lets_them_in() -> None:
         welcome = Welcome(config="", stage=1, data=bytes(32), tokenizer_size=0)
         return live.add("new", join.model_copy(update={"name": name}), welcome).name
 
-    for name in ("west", "cellar"):
-        assert name_of(name) == f"{name}-2"
-        roster.mark_dead(name)
-    assert [name_of(name) for name in ("west", "cellar")] == ["west", "cellar"]
+    async def named() -> None:
+        for name in ("west", "cellar"):
+            assert name_of(name) == f"{name}-2"
+            roster.mark_dead(name)
+        assert [name_of(name) for name in ("west", "cellar")] == ["west", "cellar"]
+
+    asyncio.run(named())
 
 
 def test_a_plan_runs_and_a_spare_takes_the_seat_of_a_peer_that_is_killed(tmp_path: Path) -> None:

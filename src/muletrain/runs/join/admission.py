@@ -8,13 +8,13 @@ members (``runtime.members.membership``).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from muletrain import __version__
 from muletrain.clock import loop_time_s
 from muletrain.errors import AdmissionError, CapacityError, ProtocolError
 from muletrain.events import Admitted, JoinRefused, Note
-from muletrain.policy.recent import Debts
+from muletrain.policy.recent import Debts, Recent
 from muletrain.runs.join.messages import (
     NOT_AWAITED,
     PIECE,
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.messages import Shared
 
 
+PREPARE_S = 900.0
+"""Seconds without progress after which a newcomer that builds its stage loses the place. One that stopped, or cannot be
+reached, loses its place before the beginning at the next check."""
 REQUESTS, REQUESTS_PER_S = 20, 0.2
 """Requests for a stage that one machine may send at once, and per second after that: each request is an event on the
 disk."""
@@ -157,15 +160,30 @@ class Admission:
         return self.participants.begun(sender, ask.ready)
 
 
+class _Coming(NamedTuple):
+    """A newcomer that prepares ``stage``, and has not introduced itself yet."""
+
+    stage: int
+    device: str
+    since_s: float
+
+
 class LiveMembers:
-    """The members of a run that has begun, by one member's roster. A newcomer enters the roster by its introduction."""
+    """The members of a run that has begun, by one member's roster. A newcomer enters the roster by its introduction; until
+    then, for ``PREPARE_S`` at most, it counts as a peer of its stage, so that machines that come together get different
+    stages."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
+        self._coming: Recent[_Coming] = Recent()
 
     def consider(self, request: JoinRequest) -> list[list[str]]:
-        live = [m for m in self._roster.members() if self._roster.is_alive(m.id)]
-        return [[m.device for m in live if m.stage == s] for s in range(self._roster.genesis.stages)]
+        roster, late_s = self._roster, loop_time_s() - PREPARE_S
+        for peer in [p for p, c in self._coming.items() if roster.is_alive(p) or c.since_s < late_s]:
+            del self._coming[peer]
+        serving = [(m.stage, m.device) for m in roster.members() if roster.is_alive(m.id)]
+        serving += [(c.stage, c.device) for c in self._coming.values()]
+        return [[device for stage, device in serving if stage == s] for s in range(roster.genesis.stages)]
 
     def add(self, peer: PeerId, request: JoinRequest, welcome: Welcome) -> Welcome:
         """A newcomer may take the name of a dead peer, and so, in a planned pipeline, the place: a machine that joins
@@ -173,18 +191,19 @@ class LiveMembers:
         if welcome.client:
             return welcome.model_copy(update={"running": True})
         taken = {m.name for m in self._roster.members() if self._roster.is_alive(m.id)}
+        self._coming[peer] = _Coming(welcome.stage, request.device, loop_time_s())
         return welcome.model_copy(update={"running": True, "name": unique_name(request.name, taken)})
 
     def machines(self) -> list[int]:
         return [0] * self._roster.genesis.stages  # only servers know clients, and clients ask servers
 
     def remove(self, peer: PeerId) -> bool:
-        return True  # a newcomer is in no roster yet
+        return self._coming.pop(peer, None) is not None
 
     def begun(self, peer: PeerId, ready: Ready | None) -> Begun:
         if ready is not None and all(m.id != peer for m in self._roster.genesis.members):
             raise AdmissionError(NOT_AWAITED)
-        return Begun(genesis=self._roster.genesis)
+        return Begun(genesis=self._roster.genesis, members=self._roster.contacts())
 
 
 def member_of(peer: PeerId, request: JoinRequest, welcome: Welcome, ready: Ready) -> Member:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import Network, PeerId
     from muletrain.runs.join.messages import Welcome
     from muletrain.runtime.core.messages import Call
+    from muletrain.runtime.members.messages import Member
     from muletrain.runtime.members.roster import Genesis
 
 T = TypeVar("T")
@@ -104,6 +105,8 @@ class JoinClient:
     def __init__(self, net: Network, admitter: PeerId, tell: Callable[[str], None] = lambda reason: None) -> None:
         """``tell`` gets the reason for a repeated question."""
         self.admitter = admitter
+        self.contacts: tuple[Member, ...] = ()
+        """Live members of a run that has begun, by the admitter's last word."""
         self._net, self._tell = net, tell
         self._genesis: asyncio.Future[Genesis] = asyncio.get_running_loop().create_future()
         net.serve(Begin.KIND, self._on_begin)
@@ -143,6 +146,7 @@ class JoinClient:
         while True:
             begun = await self._ask(AskBegun(ready=ready))
             if begun.genesis is not None:
+                self.contacts = begun.members
                 return begun.genesis
             tell(begun.missing)
             done, _ = await asyncio.wait({self._genesis}, timeout=pause_s)

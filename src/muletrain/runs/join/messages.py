@@ -15,7 +15,8 @@ from pydantic import Field
 
 from muletrain.compute.estimate import Offer
 from muletrain.runtime.core.messages import Address, Call, Digest, Header, Id, Message, Name, Natural, Rate, Text
-from muletrain.runtime.members.roster import Genesis  # noqa: TC001  (a field of Begin)
+from muletrain.runtime.members.messages import Member  # noqa: TC001  (a field of Begun)
+from muletrain.runtime.members.roster import CONTACTS, Genesis
 from muletrain.runtime.transfer.messages import Shared  # noqa: TC001  (a field of Welcome)
 
 PIECE = 512 * 1024
@@ -110,9 +111,11 @@ class Ready(Header):
 
 
 class Begun(Header):
-    """The genesis of a run that has begun; until then, in words, the conditions that the run waits for."""
+    """The genesis of a run that has begun, and live ``members`` for a newcomer to begin with: the founding ones may all be
+    gone. Until then, in words, the conditions that the run waits for."""
 
     genesis: Genesis | None = None
+    members: Annotated[tuple[Member, ...], Field(max_length=CONTACTS)] = ()
     missing: Annotated[tuple[Text, ...], Field(max_length=4096)] = ()
 
 

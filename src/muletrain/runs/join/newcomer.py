@@ -111,7 +111,7 @@ async def _prepared(
         sharing = await joiners_sharing(host, facts, welcome, tokenizer, cache)
         ready = Ready(trainer=cache is not None, place=place.name)
         if (genesis := host.genesis) is not None:
-            roster = Roster(genesis, member_of(network.peer_id, request, welcome, ready))
+            roster = Roster(genesis, member_of(network.peer_id, request, welcome, ready), client.contacts)
         else:
             prober = host.prober(
                 facts, network, client.admitter, machine

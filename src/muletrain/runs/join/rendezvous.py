@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from muletrain.clock import LoopClock
 from muletrain.errors import AdmissionError, NetworkError
 from muletrain.events import Note, Waiting
-from muletrain.runs.join.admission import Admission, member_of, unique_name
+from muletrain.runs.join.admission import PREPARE_S, Admission, member_of, unique_name
 from muletrain.runs.join.messages import (
     AGAIN,
     CALL_S,
@@ -37,11 +37,6 @@ if TYPE_CHECKING:
     from muletrain.runs.join.admission import RunInfo
     from muletrain.runs.join.seating import Seating
     from muletrain.runtime.core.messages import Message
-
-
-PREPARE_S = 900.0
-"""Seconds without progress after which a guest that builds its stage loses the place. A guest that stopped, or cannot
-be reached, loses the place at the next check."""
 
 
 @dataclass

@@ -51,7 +51,7 @@ _Key = tuple[bytes, str, str, int]
 """(round, kind, sender, chunk number)"""
 _Chunk = tuple["Shard | Reduced", "Encoded"]
 ATTEMPTS_WAIT = 2
-"""Rounds for which one sender's chunks may wait: the failed round and the next."""
+"""Rounds for which one sender's chunks may wait: the present one and the next."""
 ATTEMPTS_SENT = 64
 """Rounds of one step for which a sender may send chunks."""
 KEPT_BYTES = 1 << 10
@@ -74,14 +74,22 @@ class Limits:
 
 
 @dataclass
-class _Inbox:
-    """Owns arrived chunks, also of rounds that are not known yet. Each sender has a separate bound."""
+class _Waiting:
+    """One sender's chunks of a round."""
 
-    arrived: dict[_Key, _Chunk] = field(default_factory=dict)
+    nbytes: int = 0
+    chunks: dict[_Key, _Chunk] = field(default_factory=dict)
+
+
+@dataclass
+class _Inbox:
+    """Owns arrived chunks, also of rounds that are not known yet. Each sender has a separate bound, at which the chunks of
+    the sender's oldest round make room for those of a later one: that round failed."""
+
+    arrived: defaultdict[PeerId, dict[bytes, _Waiting]] = field(default_factory=lambda: defaultdict(dict))
+    """By sender and round, oldest first."""
     waiting: dict[_Key, asyncio.Future[_Chunk]] = field(default_factory=dict)
     seen: set[_Key] = field(default_factory=set)
-    sizes: Counter[PeerId] = field(default_factory=Counter)
-    """Waiting bytes, by sender."""
     sent: Counter[PeerId] = field(default_factory=Counter)
     """Arrived chunks, by sender."""
 
@@ -92,7 +100,8 @@ class _Inbox:
             raise Malformed(f"averaging: chunk {key[3]} twice")
         if self.sent[sender] >= limits.sent:
             raise Malformed(f"averaging: more than {limits.sent} chunks of one sender in one step")
-        if key not in self.waiting and self.sizes[sender] + nbytes + KEPT_BYTES > limits.waiting:
+        before = self.arrived[sender].get(key[0], _Waiting())
+        if key not in self.waiting and before.nbytes + nbytes + KEPT_BYTES > limits.waiting:
             raise ProtocolError(f"averaging: more than {limits.waiting} bytes of one sender waiting")
 
     def put(self, key: _Key, chunk: _Chunk, limits: Limits) -> None:
@@ -104,8 +113,12 @@ class _Inbox:
         if waiter is not None and not waiter.done():
             waiter.set_result(chunk)
             return
-        self.arrived[key] = chunk
-        self.sizes[key[2]] += chunk[1].nbytes + KEPT_BYTES
+        rounds = self.arrived[key[2]]
+        waits = rounds.setdefault(key[0], _Waiting())
+        waits.nbytes += chunk[1].nbytes + KEPT_BYTES
+        waits.chunks[key] = chunk
+        while len(rounds) > ATTEMPTS_SENT or sum(w.nbytes for w in rounds.values()) > limits.waiting:
+            del rounds[next(iter(rounds))]
 
     def owing(self) -> dict[PeerId, int]:
         """See ``rounds.Traffic``."""
@@ -119,9 +132,10 @@ class _Inbox:
         """Returns a future that is done once the chunk has arrived."""
         future: asyncio.Future[_Chunk] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda f: f.cancelled() or f.exception())  # the waiter may have given up
-        if key in self.arrived:
-            chunk = self.arrived.pop(key)
-            self.sizes[key[2]] -= chunk[1].nbytes + KEPT_BYTES
+        waits = self.arrived[key[2]].get(key[0], _Waiting())
+        if key in waits.chunks:
+            chunk = waits.chunks.pop(key)
+            waits.nbytes -= chunk[1].nbytes + KEPT_BYTES
             future.set_result(chunk)
         else:
             self.waiting[key] = future

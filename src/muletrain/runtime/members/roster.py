@@ -65,6 +65,8 @@ MAX_MEMBERS = 4096
 MAX_SINCE = 1 << 32
 """Largest ``Member.since`` of ours to believe from other peers: a lie must not use up the numbers that we still
 need."""
+CONTACTS = 32
+"""Members that a newcomer is told of; they know the others."""
 MAX_GONE = 64
 """Number of known members that are down or left; or four times the live members, if that is more. Such members may be
 alive beyond a partition, and are asked now and then; but in a long run machines come and go without end."""
@@ -87,9 +89,9 @@ def _kept(answer: Callable[Concatenate[Roster, P], T]) -> Callable[Concatenate[R
 class Roster:
     """The members, and this peer's belief about live members."""
 
-    def __init__(self, genesis: Genesis, own: str | Member) -> None:
-        """``own``: the id of a founding member, or a newcomer. Raises ProtocolError for an id that is not in the
-        genesis."""
+    def __init__(self, genesis: Genesis, own: str | Member, contacts: Iterable[Member] = ()) -> None:
+        """``own``: the id of a founding member, or a newcomer, which has heard of ``contacts``. Raises ProtocolError for an
+        id that is not in the genesis, and as ``admit`` does."""
         self.genesis = genesis
         self._members = {m.id: m for m in genesis.members}
         self._dead: dict[str, bool] = {}
@@ -111,6 +113,8 @@ class Roster:
             self._dead.clear()
         self._own_id = own.id if isinstance(own, Member) else own
         self.member(self._own_id)
+        for member in contacts:
+            self.hear_of(member)
         self._changed()
 
     def _changed(self) -> None:
@@ -338,6 +342,10 @@ class Roster:
         at = bisect.bisect(self.everyone(), self._own_id) + turn
         stages = (self.stage(s) for s in range(self.genesis.stages) if s != self.own.stage)
         return tuple(peers[at % len(peers)] for peers in stages if peers)
+
+    def contacts(self) -> tuple[Member, ...]:
+        """Returns ourselves and other live members, for a newcomer."""
+        return tuple(self._members[p] for p in (self._own_id, *self.spread(CONTACTS - 1)))
 
     def receivers(self) -> tuple[str, ...]:
         """Returns the live peers that get microbatches from here: of the next stage and, from a trainer, of the first

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from muletrain.errors import ProtocolError
-from muletrain.policy.wiring import claimant
 from muletrain.runtime.microbatch.dispatcher import Dispatcher
 from muletrain.runtime.microbatch.messages import Room
 from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.microbatch.survey import Survey
 from muletrain.runtime.microbatch.trainer import Trainer
-from muletrain.runtime.microbatch.validator import Validator, validator_of
+from muletrain.runtime.microbatch.validator import Validator, claimant_of, validator_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,7 +141,7 @@ class Microbatches:
             return
 
         def is_its_own(index: int) -> bool:
-            return claimant(message.step, index, roster.trainers()) == sender
+            return claimant_of(self._ctx, message.step, index) == sender
 
         if not work.complete(message.indices, message.losses, is_its_own):
             raise ProtocolError("trainer_done: microbatches that the step does not have, or not one loss for each")

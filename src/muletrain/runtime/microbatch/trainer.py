@@ -12,11 +12,10 @@ import torch
 
 from muletrain.errors import MuletrainError
 from muletrain.events import OrphansTaken
-from muletrain.policy.wiring import claimant
 from muletrain.runtime.core.times import pause_s
 from muletrain.runtime.microbatch.dispatcher import StageLost
 from muletrain.runtime.microbatch.messages import MAX_WITHOUT, Attempt, Gap, TrainerDone
-from muletrain.runtime.microbatch.validator import validator_of
+from muletrain.runtime.microbatch.validator import claimant_of
 from muletrain.wire.codec import encode_samples
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class Trainer:
         self._work, self._step, self._lineage = work, work.step, work.lineage
         self._claimed: set[int] = set()
         self._turn = 0
-        """Number of times that we moved on to the next trainer in line (``claimant``), because microbatches were
+        """Number of times that we moved on to the next trainer in line (``claimant_of``), because microbatches were
         missing and no peer was at work."""
         self._held_back_at: float | None = None
         """When we first did not move on, because peers were at work [s]."""
@@ -140,7 +139,7 @@ class Trainer:
             return
         self._turn = turn
         if theirs := self._claims(self._work.missing(), turn):
-            owners = sorted({self._ctx.roster.name(self._claimant(i, turn - 1)) for i in theirs})
+            owners = sorted({self._ctx.roster.name(claimant_of(self._ctx, self._step, i, turn - 1)) for i in theirs})
             self._ctx.emit(OrphansTaken(step=self._step + 1, owners=", ".join(owners), microbatches=len(theirs)))
             await self._run(theirs, retry=True, turn=turn)
 
@@ -211,12 +210,7 @@ class Trainer:
         return [i for i in indices if i not in self._claimed and self._is_mine(i, turn)]
 
     def _is_mine(self, index: int, turn: int = 0) -> bool:
-        return self._claimant(index, turn) == self._ctx.net.peer_id
-
-    def _claimant(self, index: int, turn: int) -> PeerId:
-        if index == turn == 0 and self._ctx.plan.validates(self._step):
-            return validator_of(self._ctx.roster) or self._ctx.net.peer_id
-        return claimant(self._step, index, self._ctx.roster.trainers(), turn)
+        return claimant_of(self._ctx, self._step, index, turn) == self._ctx.net.peer_id
 
     async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
         """See one microbatch through, then once more where a part was lost meanwhile. Returns the loss [nats/token].

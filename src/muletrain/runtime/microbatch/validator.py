@@ -19,6 +19,7 @@ import torch
 from muletrain.errors import DeadlineExceeded, MuletrainError
 from muletrain.events import Validated, ValidationLeftOut
 from muletrain.policy.deadline import CEILING_S
+from muletrain.policy.wiring import claimant
 from muletrain.runtime.core.times import PATIENCE_S, pause_s
 from muletrain.runtime.microbatch.dispatcher import StageLost
 from muletrain.runtime.microbatch.messages import Attempt
@@ -62,6 +63,14 @@ def validator_of(roster: Roster) -> PeerId | None:
     if coordinator is not None and coordinator.id in trainers:
         return coordinator.id
     return min(trainers, default=None)
+
+
+def claimant_of(ctx: Context, step: int, index: int, turn: int = 0) -> PeerId:
+    """Returns the trainer that gives out microbatch ``index``, or after ``turn`` trainers that did not. The one that
+    measures the held-out loss has microbatch 0."""
+    if index == turn == 0 and ctx.plan.validates(step):
+        return validator_of(ctx.roster) or ctx.net.peer_id
+    return claimant(step, index, ctx.roster.trainers(), turn)
 
 
 class Validator:

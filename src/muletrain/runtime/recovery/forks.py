@@ -26,7 +26,7 @@ from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import ForkKept, LineageLeft
 from muletrain.policy.fork_choice import forked_at, gives_way
 from muletrain.policy.recent import Recent, Seldom
-from muletrain.runtime.core.times import AGAIN_S, GONE_S, LOOK_S
+from muletrain.runtime.core.times import AGAIN_S, LOOK_S
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
 
@@ -117,7 +117,7 @@ class Forks:
     def _stalled(self) -> bool:
         roster, position = self._ctx.roster, self._position
         covered = all(map(roster.stage, self._all)) and roster.trainers()
-        return not covered and self._ctx.clock.now() - position.begun > GONE_S
+        return not covered and self._ctx.clock.now() - position.begun > 2 * AGAIN_S
 
     async def goes_on(self, peer: PeerId) -> bool:
         """``peer`` is on a later branch, since its side rolled back. Returns True if every stage of our side has a

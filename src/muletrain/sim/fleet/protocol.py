@@ -217,7 +217,8 @@ class Actors(VirtualHost):
             self._help(name)
         else:
             (stage,) = seat(self._setting, [kind], self._serving())
-            self._begin(name, Roster(self.genesis, self._member(name, stage)), joining=True)
+            contacts = next((r.contacts() for r in self._rosters.values()), ())
+            self._begin(name, Roster(self.genesis, self._member(name, stage), contacts), joining=True)
         self._tally.happened("joined")
         self._changed()
         self._churn.redraw()
