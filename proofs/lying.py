@@ -318,9 +318,7 @@ class Liar:
         """Peers that nobody has seen."""
         if self.how != "others":
             return told
-        fakes = tuple(
-            Member(id=f"fake-{k}", name=f"fake-{k}", stage=k % 2, trainer=k % 3 == 0, addresses=()) for k in range(200)
-        )
+        fakes = tuple(Member(id=f"fake-{k}", name=f"fake-{k}", stage=k % 2, trainer=k % 3 == 0) for k in range(200))
         return Acquaintances(members=(*Acquaintances.unpack(told).members, *fakes)).pack()
 
     def _block(self, payload: bytes, told: bytes) -> bytes:

@@ -224,7 +224,7 @@ class World(VirtualHost):
 
     def _member(self, name: str, called: str, stage: int, trains: bool) -> Member:
         place = self.disks.place(name).name
-        return Member(id=name, name=called, stage=stage, trainer=trains, addresses=(), place=place)
+        return Member(id=name, name=called, stage=stage, trainer=trains, place=place)
 
     def _corpus(self) -> tuple[Path, Path, bytes]:
         """The data owners' files of tokens, of the held-out part, and the genesis's entries about them."""

@@ -68,8 +68,7 @@ class Stages:
             coordinator=first,
             first_step=0,
             members=tuple(
-                Member(id=n, name=n, stage=s, trainer=True, addresses=(), place=self.places[n].name)
-                for n, s in self.stages.items()
+                Member(id=n, name=n, stage=s, trainer=True, place=self.places[n].name) for n, s in self.stages.items()
             ),
         )
         self.plan = dataclasses.replace(FACTS.plan(), stages=self.genesis.stages, state_bytes=())

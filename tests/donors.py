@@ -62,7 +62,7 @@ class Stage:
     def __init__(self, donors: str = "abc", *, taker_trains: bool = True) -> None:
         self.hub, self.said = MemoryHub(), list[Event]()
         names = (*donors, "t")
-        members = tuple(Member(id=n, name=n, stage=0, trainer=n != "t" or taker_trains, addresses=()) for n in names)
+        members = tuple(Member(id=n, name=n, stage=0, trainer=n != "t" or taker_trains) for n in names)
         genesis = Genesis(
             run_id="r", config=bytes(32), data=bytes(32), stages=1, coordinator=names[0], first_step=0, members=members
         )

@@ -54,7 +54,6 @@ def introduction(name: str, memory: int = 1, *, device: str = "cpu", host: int |
         flops=0,
         memory=memory,
         host_memory=host,
-        addresses=(),
     )
 
 

@@ -77,7 +77,7 @@ GENESIS = Genesis(
     stages=2,
     coordinator="first",
     first_step=0,
-    members=tuple(Member(id=n, name=n, stage=s, trainer=s == 0, addresses=()) for n, s in MEMBERS.items()),
+    members=tuple(Member(id=n, name=n, stage=s, trainer=s == 0) for n, s in MEMBERS.items()),
 )
 
 

@@ -61,7 +61,7 @@ NOWHERE: Any = SimpleNamespace(held_by_a_replica=lambda: False)
 
 
 def members(hub: MemoryHub, codec: Codec) -> dict[str, tuple[Context, Averager]]:
-    founders = tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in IDS)
+    founders = tuple(Member(id=p, name=p, stage=0, trainer=True) for p in IDS)
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=1, members=founders, coordinator="a", first_step=0
     )

@@ -33,7 +33,7 @@ def test_a_copy_that_somebody_is_taking_is_not_broken_off_for_another_taker(monk
         async def asked(step: int, after: int = 0) -> int:
             """By another taker each time."""
             taker = f"t{step}"
-            stage.contexts["a"].roster.admit(Member(id=taker, name=taker, stage=0, trainer=False, addresses=()))
+            stage.contexts["a"].roster.admit(Member(id=taker, name=taker, stage=0, trainer=False))
             donor.step, donor.chain = step, Chain(step, (bytes(32),) * 4)
             stage.states["a"] = stage.contexts["a"].compute = State(step)  # other weights after each step
             ask = AskSnapshot(stage=0, after=after).pack()
@@ -64,7 +64,7 @@ def test_each_of_many_takers_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> N
         takers = [f"t{k}" for k in range(20)]
         for taker in takers:
             network = stage.hub.join(taker)
-            stage.contexts["a"].roster.admit(Member(id=taker, name=taker, stage=0, trainer=False, addresses=()))
+            stage.contexts["a"].roster.admit(Member(id=taker, name=taker, stage=0, trainer=False))
             offer = Snapshot.unpack(await network.call("a", AskSnapshot.KIND, AskSnapshot(stage=0).pack(), timeout_s=5))
             for k in range(blocks.MAX_RUNS):
                 for _ in range(2):  # what is being sent is not sent twice

@@ -206,7 +206,7 @@ def test_a_newcomer_that_moved_while_we_were_away_is_asked_who_it_is(tmp_path: P
 
         async def who(sender: str, payload: bytes) -> bytes:
             assert Introduce.unpack(payload).member is None
-            own = Member(id="newcomer", name="newcomer", stage=1, trainer=False, addresses=())
+            own = Member(id="newcomer", name="newcomer", stage=1, trainer=False)
             return Acquaintances(members=(own,)).pack()
 
         newcomer.serve(Introduce.KIND, who)
@@ -221,7 +221,7 @@ def test_the_gradient_of_a_step_that_lies_back_is_for_replicas_alone() -> None:
 
     async def scenario() -> None:
         ctx = context()
-        ctx.roster.admit(Member(id="c", name="c", stage=0, trainer=False, addresses=()))
+        ctx.roster.admit(Member(id="c", name="c", stage=0, trainer=False))
         own = GradientLog(ctx, 1 << 30)
         own.follow("b", 0)
         for step in range(2):

@@ -151,7 +151,7 @@ def real_compute() -> TorchCompute:
 
 
 def context(compute: Any, notes: list[Any], *, replicas: int = 2) -> Context:
-    members = tuple(Member(id=f"p{k}", name=f"p{k}", stage=0, trainer=True, addresses=()) for k in range(replicas))
+    members = tuple(Member(id=f"p{k}", name=f"p{k}", stage=0, trainer=True) for k in range(replicas))
     genesis = Genesis(
         run_id="run", config=bytes(32), data=bytes(32), stages=1, members=members, coordinator="p0", first_step=0
     )

@@ -138,7 +138,7 @@ class Vector:
 
 
 def context(codec: Codec = Codec.FP16) -> Context:
-    founders = tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in "ab")
+    founders = tuple(Member(id=p, name=p, stage=0, trainer=True) for p in "ab")
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=1, members=founders, coordinator="a", first_step=0
     )
@@ -192,11 +192,11 @@ def test_those_long_dead_are_not_all_tried_at_once() -> None:
         ctx = context()
         gone = [f"gone-{k}" for k in range(40)]
         for name in gone:
-            ctx.roster.admit(Member(id=name, name=name, stage=0, trainer=False, addresses=()))
+            ctx.roster.admit(Member(id=name, name=name, stage=0, trainer=False))
         tries = Counter(ctx.detector.worth_a_try(gone))
         assert tries.keys() == set(gone), "they may be back in a moment"
         await ctx.clock.sleep(300.0)
-        ctx.roster.admit(Member(id="new", name="new", stage=0, trainer=False, addresses=()))
+        ctx.roster.admit(Member(id="new", name="new", stage=0, trainer=False))
         assert ctx.detector.worth_a_try([*gone, "new"])[-1] == "new", "whoever has just gone does not wait for them"
         await ctx.clock.sleep(60.0)
         for _ in range(600):

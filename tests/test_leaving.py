@@ -144,8 +144,7 @@ def test_who_collects_checkpoints_stays() -> None:
 
 def test_the_last_trainer_stays() -> None:
     members = tuple(
-        Member(id=p, name=p, stage=int(p[1]), trainer=p in ("s0a", "s1b"), addresses=())
-        for p in ("s0a", "s0b", "s1a", "s1b")
+        Member(id=p, name=p, stage=int(p[1]), trainer=p in ("s0a", "s1b")) for p in ("s0a", "s0b", "s1a", "s1b")
     )
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, coordinator="s0a", first_step=0
@@ -164,9 +163,7 @@ def test_the_last_trainer_stays() -> None:
 
 def test_a_peer_knows_itself_which_stage_it_serves() -> None:
     """Others may have obeyed a step back that moves it and that it never heard of, or counted one move twice."""
-    members = tuple(
-        Member(id=p, name=p, stage=k % 2, trainer=True, addresses=()) for k, p in enumerate(("a0", "a1", "b0", "b1"))
-    )
+    members = tuple(Member(id=p, name=p, stage=k % 2, trainer=True) for k, p in enumerate(("a0", "a1", "b0", "b1")))
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, coordinator="a0", first_step=0
     )
@@ -186,13 +183,13 @@ def test_a_peer_knows_itself_which_stage_it_serves() -> None:
 def test_what_is_said_of_others_never_stands_against_their_own_word() -> None:
     """One lie about how late its word was would keep a peer from ever saying where it serves, and from being understood
     at all."""
-    members = tuple(Member(id=p, name=p, stage=k, trainer=True, addresses=()) for k, p in enumerate("ab"))
+    members = tuple(Member(id=p, name=p, stage=k, trainer=True) for k, p in enumerate("ab"))
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, coordinator="a", first_step=0
     )
     last = 2**48 - 1
     roster = Roster(genesis, "a")
-    newcomer = Member(id="new", name="new", stage=1, trainer=True, addresses=())
+    newcomer = Member(id="new", name="new", stage=1, trainer=True)
     for lie in (newcomer, *members):
         roster.hear_of(lie.model_copy(update={"stage": 1 - lie.stage, "since": last}))
     assert roster.own == members[0], "and not of a number that nobody takes"
@@ -249,8 +246,7 @@ def test_machines_may_come_and_go_without_end(gone: str) -> None:
     """Those that are gone for longest are forgotten, never the living, nor the one whose place the run's checkpoints
     are in."""
     members = [
-        Member(id=p, name=p, stage=k % 2, trainer=True, addresses=(), place="here" if p == "a" else "")
-        for k, p in enumerate("abc")
+        Member(id=p, name=p, stage=k % 2, trainer=True, place="here" if p == "a" else "") for k, p in enumerate("abc")
     ]
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=2, members=tuple(members), coordinator="a", first_step=0
@@ -258,7 +254,7 @@ def test_machines_may_come_and_go_without_end(gone: str) -> None:
     roster = Roster(genesis, "b")
     roster.mark_dead("a")
     for k in range(2 * MAX_MEMBERS):
-        newcomer = Member(id=f"new{k}", name=f"new{k}", stage=0, trainer=False, addresses=())
+        newcomer = Member(id=f"new{k}", name=f"new{k}", stage=0, trainer=False)
         roster.admit(newcomer)
         roster.mark_alive(newcomer.id)
         assert roster.is_alive(newcomer.id)
@@ -268,7 +264,7 @@ def test_machines_may_come_and_go_without_end(gone: str) -> None:
     assert len(roster.everyone()) <= MAX_GONE + 3
     assert {"a", "b", "c"} <= {m.id for m in roster.members()}
     assert roster.others() == ("c",)
-    roster.admit(Member(id="new0", name="new0", stage=1, trainer=False, addresses=()))
+    roster.admit(Member(id="new0", name="new0", stage=1, trainer=False))
     assert roster.mark_alive("new0")
 
 

@@ -156,9 +156,7 @@ def test_the_first_peer_is_not_removed_whichever_member_the_ticket_names() -> No
             b = await w.open(a)
             c = await w.open(a)
             await roll(b, a, c)
-            members = tuple(
-                Member(id=n.peer_id, name="m", stage=0, trainer=True, addresses=(), place="") for n in (a, b, c)
-            )
+            members = tuple(Member(id=n.peer_id, name="m", stage=0, trainer=True, place="") for n in (a, b, c))
             zeros = bytes(32)
             genesis = Genesis(
                 run_id="r", config=zeros, data=zeros, stages=1, members=members, coordinator=a.peer_id, first_step=0

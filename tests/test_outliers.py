@@ -175,7 +175,7 @@ def test_who_is_expelled(accused: dict[str, str], expelled: tuple[str, ...]) -> 
 
 
 def test_the_expelled_are_not_counted_in_again() -> None:
-    members = tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in "ab")
+    members = tuple(Member(id=p, name=p, stage=0, trainer=True) for p in "ab")
     roster = Roster(
         Genesis(run_id="r", config=bytes(32), data=bytes(32), stages=1, members=members, coordinator="a", first_step=0),
         "a",

@@ -116,7 +116,6 @@ def test_machines_of_a_planned_hub_get_their_role_and_stage_by_name() -> None:
             flops=1.0,
             memory=4096,
             host_memory=None,
-            addresses=(),
             client=client,
         )
 
@@ -210,9 +209,7 @@ def test_machines_get_the_seat_of_their_name_whoever_lets_them_in() -> None:
     """At the beginning and later; one that comes back under the name of a dead one has its name and seat; a name of a
     living one gets a number."""
     strategy = Pipeline((("east",), ("west",)), (4,), "1f1b")
-    join = JoinRequest(
-        version="", name="west", stage=None, device="cpu", flops=0, memory=1 << 40, host_memory=None, addresses=()
-    )
+    join = JoinRequest(version="", name="west", stage=None, device="cpu", flops=0, memory=1 << 40, host_memory=None)
     seating = Seating(NEEDS, [1.0, 1.0], strategy)
     assert seating.choose(join, [[], []]) == 1
     assert seating.choose(join.model_copy(update={"name": "cellar"}), [[], []]) == 0
@@ -222,7 +219,7 @@ def test_machines_get_the_seat_of_their_name_whoever_lets_them_in() -> None:
     with pytest.raises(CapacityError, match="the smallest stage on offer needs 2"):
         seating.choose(small, [[], []])
     stages = {"east": 0, "west": 1, "cellar": 1}
-    members = tuple(Member(id=n, name=n, stage=s, trainer=True, addresses=(), place="") for n, s in stages.items())
+    members = tuple(Member(id=n, name=n, stage=s, trainer=True, place="") for n, s in stages.items())
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, coordinator="east", first_step=0
     )

@@ -113,7 +113,7 @@ def test_a_false_alarm_costs_what_was_computed_twice_and_nothing_else() -> None:
 
 def test_who_is_slow_to_answer_gets_twice_the_time_when_it_is_asked_again() -> None:
     """Where everyone is, as on cores that fleets share, all would believe each other dead for ever."""
-    a, b = (Member(id=p, name=p, stage=s, trainer=True, addresses=()) for s, p in enumerate("ab"))
+    a, b = (Member(id=p, name=p, stage=s, trainer=True) for s, p in enumerate("ab"))
     genesis = Genesis(
         run_id="run", config=bytes(32), data=bytes(32), stages=2, members=(a, b), coordinator="a", first_step=0
     )
@@ -148,7 +148,7 @@ def test_who_is_slow_to_answer_gets_twice_the_time_when_it_is_asked_again() -> N
 def test_before_it_tries_again_a_peer_looks_at_what_it_works_on_itself() -> None:
     """What its own pipeline is about to accumulate, another of its stage would have, too, if it were given out
     again."""
-    a, b = (Member(id=p, name=p, stage=s, trainer=True, addresses=()) for s, p in enumerate("ab"))
+    a, b = (Member(id=p, name=p, stage=s, trainer=True) for s, p in enumerate("ab"))
     genesis = Genesis(
         run_id="run", config=bytes(32), data=bytes(32), stages=2, members=(a, b), coordinator="a", first_step=0
     )
@@ -188,7 +188,7 @@ def test_a_microbatch_that_a_peer_says_it_works_on_is_waited_for_while_that_peer
 ) -> None:
     """Each step took twice as long where a microbatch takes more than 15 s: it was accumulated twice, so whole accumulators
     were dropped. A peer may say so for ever: then the wait has an end."""
-    a, b = (Member(id=p, name=p, stage=s, trainer=True, addresses=()) for s, p in enumerate("ab"))
+    a, b = (Member(id=p, name=p, stage=s, trainer=True) for s, p in enumerate("ab"))
     genesis = Genesis(
         run_id="run", config=bytes(32), data=bytes(32), stages=2, members=(a, b), coordinator="a", first_step=0
     )

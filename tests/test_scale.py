@@ -100,7 +100,7 @@ def test_what_a_message_costs_does_not_grow_with_the_fleet(tmp_path: Path, monke
 
 def test_whether_a_peer_is_there_is_a_short_answer() -> None:
     """Silent peers are asked all the time: that must not become dearer with every microbatch of the step."""
-    member = Member(id="p0", name="p0", stage=0, trainer=True, addresses=())
+    member = Member(id="p0", name="p0", stage=0, trainer=True)
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=1, members=(member,), coordinator="p0", first_step=0
     )
@@ -126,9 +126,7 @@ def test_whether_a_peer_is_there_is_a_short_answer() -> None:
 
 def test_what_a_roster_answers_follows_the_news() -> None:
     """Answers are kept until something changes."""
-    members = tuple(
-        Member(id=f"p{k}", name=f"p{k}", stage=k % 2, trainer=k < 3, addresses=(), place="here") for k in range(6)
-    )
+    members = tuple(Member(id=f"p{k}", name=f"p{k}", stage=k % 2, trainer=k < 3, place="here") for k in range(6))
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, coordinator="p0", first_step=0
     )
@@ -176,7 +174,7 @@ def test_what_a_roster_answers_follows_the_news() -> None:
 
 
 def test_those_that_are_asked_first_are_spread_evenly() -> None:
-    members = tuple(Member(id=f"p{k:02}", name=f"p{k}", stage=0, trainer=True, addresses=()) for k in range(40))
+    members = tuple(Member(id=f"p{k:02}", name=f"p{k}", stage=0, trainer=True) for k in range(40))
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=1, members=members, coordinator="p00", first_step=0
     )
@@ -201,9 +199,7 @@ def test_replicas_tell_each_other_which_gaps_they_filled() -> None:
 @pytest.mark.parametrize(("peers", "stages", "at_once"), [(40, 1, 8), (200, 1, 40), (501, 1, 100), (400, 16, 8 + 15)])
 def test_all_replicas_are_asked_what_they_know_before_a_wait_is_given_up(peers: int, stages: int, at_once: int) -> None:
     """Some at a time, with one peer of each other stage; one that is believed dead beside them."""
-    members = tuple(
-        Member(id=f"p{k:03}", name=f"p{k}", stage=k % stages, trainer=True, addresses=()) for k in range(peers)
-    )
+    members = tuple(Member(id=f"p{k:03}", name=f"p{k}", stage=k % stages, trainer=True) for k in range(peers))
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=stages, members=members, coordinator="p000", first_step=0
     )
@@ -243,7 +239,7 @@ def test_all_replicas_are_asked_what_they_know_before_a_wait_is_given_up(peers: 
 
 
 def test_of_many_lost_replicas_a_few_at_a_time_are_asked_after_and_none_votes_after_a_minute() -> None:
-    members = tuple(Member(id=f"p{k:03}", name=f"p{k}", stage=0, trainer=True, addresses=()) for k in range(40))
+    members = tuple(Member(id=f"p{k:03}", name=f"p{k}", stage=0, trainer=True) for k in range(40))
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=1, members=members, coordinator="p000", first_step=0
     )

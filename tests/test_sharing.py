@@ -220,7 +220,7 @@ def test_they_are_for_members_and_for_few_at_once(tmp_path: Path) -> None:
                 await pair.stranger.call("a", question.KIND, question.pack(), timeout_s=5.0)
         for k in range(sharing.TAKERS + 1):
             net = pair.stage.hub.join(f"m{k}")
-            member = Member(id=f"m{k}", name=f"m{k}", stage=0, trainer=False, addresses=())
+            member = Member(id=f"m{k}", name=f"m{k}", stage=0, trainer=False)
             pair.stage.contexts["a"].roster.admit(member)
             if k < sharing.TAKERS:
                 await net.call("a", blocks.KIND, blocks.pack(), timeout_s=5.0)

@@ -49,7 +49,7 @@ def test_a_peer_that_comes_back_is_not_told_how_to_reach_its_own_predecessor(nam
 
     async def scenario() -> None:
         ctx, _ = members(MemoryHub(), Codec.FP32)["a"]
-        ctx.roster.hear_of(Member(id="before", name=name, stage=0, trainer=False, addresses=()))
+        ctx.roster.hear_of(Member(id="before", name=name, stage=0, trainer=False))
         ctx.roster.mark_alive("before")
         detector = ctx.detector
         detector._peer = dataclasses.replace(ctx, emit=said.append)

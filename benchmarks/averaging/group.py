@@ -34,7 +34,7 @@ async def meet(folder: Path, rank: int, members: int, sockets: str) -> tuple[Lib
 
 
 def context(network: Any, ids: tuple[str, ...], compute: Any, gradients: Codec) -> Context:
-    members = tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in ids)
+    members = tuple(Member(id=p, name=p, stage=0, trainer=True) for p in ids)
     genesis = Genesis(
         run_id="bench",
         config=bytes(32),

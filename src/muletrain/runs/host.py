@@ -138,7 +138,7 @@ class Host:
             Machine.probe, spec.device, precision, spec.memory_gib, spec.sharing, spec.host_memory
         )
 
-    def introduction(self, network: Network, machine: Machine) -> JoinRequest:
+    def introduction(self, machine: Machine) -> JoinRequest:
         return JoinRequest(
             version=muletrain.__version__,
             name=self.spec.name,
@@ -147,7 +147,6 @@ class Host:
             flops=machine.flops,
             memory=machine.offer.device,
             host_memory=machine.offer.host,
-            addresses=tuple(network.addresses()),
             client=self.spec.client,
         )
 

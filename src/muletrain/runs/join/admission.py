@@ -213,7 +213,6 @@ def member_of(peer: PeerId, request: JoinRequest, welcome: Welcome, ready: Ready
         name=welcome.name,
         stage=welcome.stage,
         trainer=ready.trainer,
-        addresses=request.addresses,
         device=request.device,
         flops=request.flops,
         place=ready.place,

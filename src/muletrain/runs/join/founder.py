@@ -58,7 +58,7 @@ async def found(host: Host, network: Network) -> Seat:
         clock=host.clock,
     )
     host.hand_out(dataclasses.replace(host.ticket, addresses=tuple(network.addresses())))
-    stage = rendezvous.seat(network.peer_id, host.introduction(network, machine))
+    stage = rendezvous.seat(network.peer_id, host.introduction(machine))
     compute = await host.build(facts, stage, machine, checkpoint.parts[stage] if checkpoint is not None else None)
     place = place_of(facts.config, spec, host.log.note)
     rendezvous.ready(network.peer_id, Ready(trainer=True, place=place.name))

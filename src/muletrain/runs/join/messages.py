@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from muletrain.compute.estimate import Offer
-from muletrain.runtime.core.messages import Address, Call, Digest, Header, Id, Message, Name, Natural, Rate, Text
+from muletrain.runtime.core.messages import Call, Digest, Header, Id, Message, Name, Natural, Rate, Text
 from muletrain.runtime.members.messages import Member  # noqa: TC001  (a field of Begun)
 from muletrain.runtime.members.roster import CONTACTS, Genesis
 from muletrain.runtime.transfer.messages import Shared  # noqa: TC001  (a field of Welcome)
@@ -78,7 +78,6 @@ class JoinRequest(Call[Welcome]):
     flops: Rate
     memory: Natural
     host_memory: Natural | None
-    addresses: Annotated[tuple[Address, ...], Field(max_length=64)]
     client: bool = False
 
     @property

@@ -62,7 +62,7 @@ async def _join(host: Host, network: Network) -> Seat | Help:
         machine = await host.probe_machine(None)
         if trial is not None:
             trial.bound(machine.offer)
-        request = host.introduction(network, machine)
+        request = host.introduction(machine)
         welcome = await client.join(request)
         if welcome.name not in ("", request.name):
             host.log.note(f"the run has a peer '{request.name}' already: this one is '{welcome.name}'", "info")

@@ -31,7 +31,6 @@ Rate = Annotated[int, Field(ge=0, lt=2**63)]
 Id = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.-]+$")]
 """Shown on other people's terminals, so limited to letters, digits, '.', '_' and '-'."""
-Address = Annotated[str, Field(max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 MAX_ERRORS = 16

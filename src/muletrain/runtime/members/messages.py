@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar
 from pydantic import FailFast, Field
 
 from muletrain.runtime.core.messages import (
-    Address,
     Call,
     Digest,
     Header,
@@ -28,7 +27,6 @@ class Member(Header):
     name: Name
     stage: Natural
     trainer: bool
-    addresses: Annotated[tuple[Address, ...], Field(max_length=64), FailFast()]
     device: Text = "cpu"
     flops: Rate = 0
     since: Natural = 0

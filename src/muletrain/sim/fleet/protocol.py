@@ -146,7 +146,6 @@ class Actors(VirtualHost):
             name=name,
             stage=stage,
             trainer=trains,
-            addresses=(),
             flops=int(device.flops) if device else 0,
             place=Folder(Path(), keep=1, name="shared").name,
         )
