@@ -155,7 +155,7 @@ class Averager:
         self._limits = Limits.of(ctx.compute.n_trained, ctx.plan.chunk)
         self._broken: set[PeerId] = set()
         self._missed: set[PeerId] = set()
-        """Members whose stream ended before an awaited chunk."""
+        """Members whose stream ended before an awaited chunk, that took no chunk, or whose chunk is wrong."""
         self.gone: set[PeerId] = set()
         """Members of this attempt that were marked down before the arrival of all their chunks."""
         self._attendance: Attendance | None = None
@@ -278,9 +278,11 @@ class Averager:
         for number, (a, b) in chunks:
             parts: list[Tensor | Encoded] = []
             for member in round_.contributors:  # sorted: every run sums in the same order
-                parts.append(gradient[a:b] if member == me else (await self._chunk(round_, Shard, member, number))[1])
+                parts.append(
+                    gradient[a:b] if member == me else (await self._chunk(round_, Shard, member, number, b - a))[1]
+                )
             sent, chunk = await self._ctx.compute.offload(
-                _reduce_chunk, parts, b - a, round_.microbatches, self._ctx.plan.gradients, result[a:b], len(others) > 0
+                _reduce_chunk, parts, round_.microbatches, self._ctx.plan.gradients, result[a:b], len(others) > 0
             )
             facts.append(chunk)
             if len(facts) == len(chunks):  # before any other member can attest to the shard
@@ -297,15 +299,29 @@ class Averager:
         """Receive the shard reduced by ``owner``."""
         facts = []
         for number, (a, b) in round_.chunks(owner):
-            message, chunk = await self._chunk(round_, Reduced, owner, number)
+            message, chunk = await self._chunk(round_, Reduced, owner, number, b - a)
             assert isinstance(message, Reduced)  # implied by the key
-            facts.append(await self._ctx.compute.offload(_store_chunk, message, chunk, result[a:b]))
+            try:
+                facts.append(await self._ctx.compute.offload(_store_chunk, message, chunk, result[a:b]))
+            except ProtocolError:
+                self._missed.add(owner)
+                raise
         self.shards[round_.id][owner] = _of_shard(facts)
         return self.shards[round_.id][owner]
 
-    async def _chunk(self, round_: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
-        """Wait for a chunk of ``sender``. Raises PeerUnreachable when ``sender`` is marked down, or the stream ended.
-        Ends within the limits of ``averaging/rounds.watch``, which fails the round."""
+    async def _chunk(
+        self, round_: Round, kind: type[Shard | Reduced], sender: PeerId, number: int, size: int
+    ) -> _Chunk:
+        """Wait for a chunk of ``sender`` with ``size`` values. Raises PeerUnreachable when ``sender`` is marked down, or
+        the stream ended, and ProtocolError. Ends within the limits of ``averaging/rounds.watch``, which fails the round."""
+        message, chunk = await self._arrived(round_, kind, sender, number)
+        if chunk.shape != (size,):
+            self._missed.add(sender)
+            raise ProtocolError(f"averaging: a chunk of {chunk.shape} elements instead of {size}")
+        return message, chunk
+
+    async def _arrived(self, round_: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
+        """See ``_chunk``."""
         key = (round_.id, kind.KIND, sender, number)
         arrival = self._inbox.get(key)
         if sender in self._broken and not arrival.done():
@@ -327,6 +343,9 @@ class Averager:
         self._sending[member] += 1
         try:
             await self._ctx.send(member, message, [chunk])
+        except NetworkError:
+            self._missed.add(member)
+            raise
         finally:
             self._sending[member] -= 1
             if not self._sending[member]:
@@ -348,10 +367,10 @@ def _key(sender: PeerId, message: Shard | Reduced) -> _Key:
 
 
 def _reduce_chunk(
-    parts: list[Tensor | Encoded], size: int, microbatches: int, codec: Any, out: Tensor, shared: bool
+    parts: list[Tensor | Encoded], microbatches: int, codec: Any, out: Tensor, shared: bool
 ) -> tuple[Encoded | None, ShardFacts]:
     """Write the mean of one chunk to ``out`` [size]; if ``shared``, as decoded by the other members."""
-    tensors = [part if isinstance(part, torch.Tensor) else _decoded(part, size) for part in parts]
+    tensors = [part if isinstance(part, torch.Tensor) else decode(part, copy=False) for part in parts]
     total = tensors[0]
     for tensor in tensors[1:]:
         total = torch.add(total, tensor, out=out)
@@ -365,19 +384,12 @@ def _reduce_chunk(
 def _store_chunk(message: Reduced, chunk: Encoded, out: Tensor) -> ShardFacts:
     """Write a reduced chunk to ``out``. All members need the same bits, so the owner's norm counts if our norm is
     near."""
-    out.copy_(_decoded(chunk, out.numel()))
+    out.copy_(decode(chunk, copy=False))
     ours = _of_chunk(out)
     apart = abs(ours.square_norm - message.square_norm)
     if ours.finite != message.finite or apart > NORM_TOLERANCE * ours.square_norm:
         raise ProtocolError(f"averaging: chunk {message.chunk} does not have the norm that its sender states")
     return ours.model_copy(update={"square_norm": message.square_norm})
-
-
-def _decoded(chunk: Encoded, size: int) -> Tensor:
-    tensor = decode(chunk, copy=False)
-    if tensor.shape != (size,):
-        raise ProtocolError(f"averaging: a chunk of {tuple(tensor.shape)} elements instead of {size}")
-    return tensor
 
 
 def _of_chunk(values: Tensor) -> ShardFacts:

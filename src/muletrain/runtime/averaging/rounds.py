@@ -130,7 +130,9 @@ class Attendance:
             self._asked.update(dict.fromkeys(asked, now))
             probes = (ctx.detector.probe(m, round_.lineage, round_.step, brief=True) for m in asked)
             for member, progress in zip(asked, await asyncio.gather(*probes), strict=True):
-                if progress is not None and member in owing:
+                if progress is None:  # perhaps marked down before we waited for its chunks
+                    ctx.detector.give_up(member, "it answers no probe")
+                elif member in owing:
                     self._judge(member, progress)
 
     def _is_due(self, member: PeerId, now: float, *, owes: bool) -> bool:

@@ -55,6 +55,8 @@ class News:
         """Returns the duration of a full queue [s] (``Context.queue_s``). No wait is given up sooner."""
         self.stuck = False
         """Has a stage, or the run, been without peers or trainers for long? Then our own work leads nowhere."""
+        self.arriving_s = -math.inf
+        """When a peer was last seen to get nearer to the state that it takes."""
         self.awaited: Awaited | None = None
         """The present wait, if any."""
 
@@ -217,7 +219,8 @@ class Waits:
         patience_s = self._signals.patience_s
         if not self._signals.stuck:
             patience_s = max(patience_s, self._signals.queue_s())
-        return now - max(grew_s, self._came_on_s) > times * patience_s or now - grew_s > ENDLESS * patience_s
+        came_on_s = max(grew_s, self._came_on_s, self._signals.arriving_s)
+        return now - came_on_s > times * patience_s or now - grew_s > ENDLESS * patience_s
 
     async def _news(self, condition: Callable[[], bool], asking: asyncio.Task[object] | None) -> None:
         """Return when a question is to be asked, or when ``asking`` has ended. Until then only look around: every frame

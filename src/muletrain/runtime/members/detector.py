@@ -116,6 +116,8 @@ class FailureDetector:
         """Peers that reported a late device: suspected until a better report."""
         self._tried: dict[PeerId, tuple[float, float]] = {}
         """First and last try of each peer that is down."""
+        self._arriving: dict[PeerId, int] = {}
+        """Bytes that each peer without a state had moved at its last answer."""
         self._alarms: Counter[PeerId] = Counter()
         """Questions that a live peer has missed since its last answer. Only answers are measured, so without this count
         each question would fail like the previous where all peers are slow, as on cores that fleets share (RFC 6298,
@@ -168,6 +170,12 @@ class FailureDetector:
         # a peer at an earlier step is of no use to this step; one at a later step of this history has its record
         if row.current or (row.step > step and row.lineage and not row.rival):
             self.mark_back(peer)
+        if row.current or row.lineage:
+            self._arriving.pop(peer, None)
+        else:
+            if row.moved > self._arriving.setdefault(peer, row.moved):
+                self._peer.news.arriving_s = self._peer.clock.now()
+            self._arriving[peer] = row.moved
         return row
 
     @contextmanager
@@ -309,10 +317,11 @@ class FailureDetector:
                 long_dead += long
                 self._tried[peer] = since, now
                 worth.append(peer)
-        if len(self._tried) > 2 * len(self._peer.roster.members()):  # forget peers that the roster has forgotten
+        if max(len(self._tried), len(self._usual)) > 2 * len(self._peer.roster.members()):  # forget peers that the roster has forgotten
             self._tried = {p: tried for p, tried in self._tried.items() if self._peer.roster.knows(p)}
             self._alarms = Counter({p: n for p, n in self._alarms.items() if self._peer.roster.knows(p)})
             self._usual = {p: usual for p, usual in self._usual.items() if self._peer.roster.knows(p)}
+            self._arriving = {p: moved for p, moved in self._arriving.items() if self._peer.roster.knows(p)}
         return tuple(worth)
 
     def mark_down(self, peer: PeerId, reason: str, *, declines: bool = False, reached: bool = False) -> None:
@@ -352,7 +361,9 @@ class FailureDetector:
         try:
             yield
         finally:
-            self._awaited[peer].pop(answer, None)
+            (answers := self._awaited[peer]).pop(answer, None)
+            if not answers:
+                del self._awaited[peer]
 
     def give_up(self, peer: PeerId, reason: str) -> None:
         """Nothing more comes from ``peer``: fail the answers owed by ``peer``."""

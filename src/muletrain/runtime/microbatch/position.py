@@ -117,8 +117,9 @@ class Position:
         ctx, work, branch = self._ctx, self.computing(step), branch_of(self.lineage)
         stage = ctx.roster.own.stage
         if work is None or work.lineage != lineage or (work is self.work and self.away):
+            lineage = b"" if self.away else self.applied
             return Row(
-                current=False, stage=stage, step=self.step, lineage=b"" if self.away else self.applied, branch=branch
+                current=False, stage=stage, step=self.step, lineage=lineage, branch=branch, moved=ctx.net.moved()
             )
         here = Row(
             current=True,

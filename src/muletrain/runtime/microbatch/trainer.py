@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.validator import Validator
 
 MAX_TRIES = 60
-"""Tries of one microbatch before the trainer gives up with an error: 20 minutes of pauses."""
+"""Tries of one microbatch, while every stage has a peer, before the trainer gives up with an error: 9 minutes of pauses.
+That a stage is empty ends by the wait for the step."""
 MOST_AGAIN = 3
 """Checks of a microbatch in one repair: repeated requests may be lies, and our report that all microbatches are through
 waits for repairs."""
@@ -244,7 +245,8 @@ class Trainer:
                 finally:
                     self._work.asking.discard(index)
             tensors = [encode_samples(torch.from_numpy(a)) for a in self._source.microbatch(self._step, index)]
-            for tries in range(MAX_TRIES):
+            tries = in_vain = 0
+            while in_vain < MAX_TRIES:
                 if not accumulate and loss is not None:
                     return loss
                 request = Attempt(
@@ -261,6 +263,8 @@ class Trainer:
                 except StageLost:  # the stage's peers may be at the previous step, or dead without our knowledge
                     self._work.given.discard(index)
                     await self._ctx.clock.sleep(pause_s(tries))
+                    tries += 1
+                    in_vain += all(map(self._ctx.roster.stage, range(self._ctx.plan.stages)))
                     accumulate, loss = await self._still_missing(index, accumulate)
                     self._dispatcher.refresh()
                 finally:

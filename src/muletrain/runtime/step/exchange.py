@@ -134,6 +134,8 @@ class Exchange:
             raise ProtocolError("a speaker in a run where everyone tells everyone")
         if said.record and (said.stage != self._ctx.roster.own.stage or said.entry is not None):
             raise ProtocolError("a record from a speaker of another stage, or with an attestation")
+        if said.entries and sender not in self._state.speakers(said.stage, sender):
+            return  # two liars of a large stage would speak for it; who knows other replicas than we do is asked later
         self._take_in(sender, said)
 
     def _take_in(self, sender: PeerId, said: Statements) -> None:

@@ -118,11 +118,13 @@ class Reduction:
                 gradient = await self._reduce(weights)
                 break
             except _HeldElsewhere:
-                self._exchange.abstain()
                 await self._begin_ahead()
+                holders = [e.holder for e in self._state.holders()]
                 if (taken := await self._gathered(self._take_any())) is not None:
+                    self._exchange.abstain()  # not before: a holder that gives nobody its gradient would decide alone
                     gradient = taken
                     break
+                self._company.note_untrue(holders)
                 await self._ctx.clock.sleep(pause_s(tries))
         self._held_at = self._ctx.clock.now()
         self._state.hold(gradient)
@@ -164,7 +166,7 @@ class Reduction:
             raise Behind(
                 f"step {state.step + 1}: the run agreed on a gradient of stage {roster.own.stage} that this peer does not hold"
             )
-        if state.gradient is None and state.held_by_a_replica():
+        if state.gradient is None and any(self._company.may_average_with(e.holder) for e in state.holders()):
             lost = self._reducing is not None and not all(map(roster.is_alive, self._reducing.members))
             if lost or not self._gathering:
                 raise _HeldElsewhere

@@ -203,9 +203,9 @@ class StepState:
         stages = {roster.own.stage, *(tied if roster.own.stage in tied else ())}
         return tuple(p for p in roster.everyone() if roster.member(p).stage in stages)
 
-    def speakers(self, stage: int) -> tuple[PeerId, ...]:
-        """The peers that speak for ``stage`` in this step."""
-        return speaking.speakers(self.lineage, self._ctx.roster.stage(stage))
+    def speakers(self, stage: int, *also: PeerId) -> tuple[PeerId, ...]:
+        """The peers that speak for ``stage`` in this step, if ``also`` others than those that we count on serve it."""
+        return speaking.speakers(self.lineage, {*self._ctx.roster.stage(stage), *also})
 
     # What follows from it ---------------------------------------------------------------------------------------------
 
