@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from muletrain.errors import NetworkError
+from muletrain.errors import MuletrainError, NetworkError
 from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.checkpoint.messages import PartReady
@@ -56,6 +56,7 @@ LIES = (
     "holds",
     "full",
     "alone",
+    "keeps",
 )
 """What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it
 counts on, the step that it is at, the microbatches that it holds, those that its stage misses, the state that it
@@ -64,8 +65,9 @@ microbatches for ever. Then: that all microbatches of a step are through, whom n
 answer, that the microbatches that it should give out are under way, that it has sealed again, that it needed no time,
 whose microbatches are whose, whether it seals (it never does), how it came to its step: by a longer history, alone;
 whether it holds the gradient (it never tells; or only when it is asked, once it has applied the step), that it sends
-its part of it, although none comes, that it has no room for any microbatch, as soon as it has said that it has, and
-that it goes on with the step alone (it computes nothing)."""
+its part of it, although none comes, that it has no room for any microbatch, as soon as it has said that it has,
+that it goes on with the step alone (it computes nothing), and that it goes on with all others (it keeps the gradient to
+itself)."""
 SPEAKS = "speaks"
 """It lies as a speaker: which round of its stage counts, and what the record is."""
 
@@ -117,8 +119,11 @@ class Liar:
             self._sealed = message
         if self.how in _UNSAID and isinstance(message, Statements) and getattr(message, _UNSAID[self.how]) is not None:
             return 0
-        if self.how == "holds" and isinstance(message, Reduced):
+        if self.how in ("holds", "keeps") and isinstance(message, Reduced):
             return 0
+        if self.how == "keeps" and isinstance(message, Statements) and message.entry is not None:
+            entry = message.entry.model_copy(update={"without": ()})
+            frame = message.model_copy(update={"entry": entry}).frame()
         return await self._network.send(peer, self._instead(frame), **how)
 
     def receive(self, handler: FrameHandler, *kinds: Any, **how: Any) -> None:
@@ -183,6 +188,8 @@ class Liar:
         }
 
         async def answer(sender: PeerId, payload: bytes) -> bytes:
+            if self.how == "keeps" and method in (AskBlocks.KIND, AskSnapshot.KIND):
+                raise MuletrainError("ask again later")
             told = await handler(sender, payload)
             return lies[method](payload, told) if self.how and method in lies else told
 
@@ -289,6 +296,8 @@ class Liar:
             other = {"entry": None, "tied": None, "entries": (), "record": b""}
         if self.how in ("admits", "alone") and not said.record:
             other = {"entry": None}
+        if self.how == "keeps" and said.entry is not None and not said.record:
+            other = {"entry": said.entry.model_copy(update={"without": ()})}
         if self.how == "seals" or (self.how == "holds" and said.seal is not None and said.seal.attempt):
             other = {"seal": None}
         if self.how in ("views", "alone") and said.seal is not None:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from muletrain.clock import LoopClock
-from muletrain.errors import DeadlineExceeded
+from muletrain.errors import DeadlineExceeded, PeerUnreachable
+from muletrain.events import StepApplied
 from muletrain.network.memory import MemoryNetwork
 from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.core.blocks import AskBlocks
+from muletrain.runtime.step.reduction import Reduction
 from proofs.play import play
 from proofs.scenario import FOR_EVER_S, Fault, Scenario
 from proofs.verdict import Outcome, readable
@@ -20,6 +22,7 @@ from proofs.verdict import Outcome, readable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from muletrain.runtime.averaging.rounds import Round
     from muletrain.wire.frame import Frame
 
 pytestmark = pytest.mark.timeout(240)
@@ -97,3 +100,36 @@ def test_three_replicas_of_which_two_exchange_no_chunks_agree_though_a_microbatc
     slow = replace(world, longer=800.0, slower=800.0, narrow=(("peer-2j0", 69_499.0),), without_data=("peer-2j0",))
     outcome = play(replace(slow, overrides=(*world.overrides, 'pipeline.schedule="gpipe"')))
     assert outcome.violations == [], "\n".join(readable(outcome))
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_replica_that_no_chunks_can_be_sent_to_is_left_out(monkeypatch: pytest.MonkeyPatch, replicas: int) -> None:
+    """It is heard, and nobody was blamed: after 40 attempts replicas ended, of two replicas both."""
+    send = MemoryNetwork.send
+
+    async def sends(net: MemoryNetwork, peer: str, frame: Frame, **how: Any) -> int:
+        if isinstance(frame.message, Shard | Reduced) and peer == "peer-1a" and frame.message.step:
+            raise PeerUnreachable("the peer closes the stream", peer)
+        return await send(net, peer, frame, **how)
+
+    monkeypatch.setattr(MemoryNetwork, "send", sends)
+    outcome = played(2, replicas)
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert set(outcome.ends.values()) == {"finished"}
+    assert outcome.virtual_s < 60.0
+
+
+def test_who_was_down_before_its_chunks_were_waited_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end was told at a moment when nobody waited: the run was lost."""
+    mean = Reduction._mean
+
+    async def slowly(reduction: Reduction, round_: Round) -> Any:
+        pause_s = {"peer-1a": 6.0, "peer-1b": 0.2}.get(reduction._ctx.net.peer_id, 0.0)
+        await reduction._ctx.clock.sleep(pause_s if round_.step == 2 else 0.0)
+        return await mean(reduction, round_)
+
+    monkeypatch.setattr(Reduction, "_mean", slowly)
+    hole = Fault(2.0, "blackhole", ("peer-1b",), FOR_EVER_S, on="shard")
+    outcome = play(Scenario(3, (2, 2), 2, 6, 8, 0.02, (hole,), checkpoint_every=1))
+    assert finished(outcome) == {"peer-0a", "peer-0b", "peer-1a"}, "\n".join(readable(outcome))
+    assert outcome.of(StepApplied)[-1].t < 120.0

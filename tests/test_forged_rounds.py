@@ -203,6 +203,7 @@ def test_a_member_that_lies_costs_no_number(how: str) -> None:
         "admits": 120.0,
         "alone": 200.0,
         "holds": 650.0,
+        "keeps": 60.0,
     }.get(how, 20.0)
     assert outcome.of(CheckpointWritten)
 

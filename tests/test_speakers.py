@@ -12,6 +12,8 @@ from muletrain.events import FrameRefused
 from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.speakers import SPEAKERS, speakers
 from muletrain.runtime.members.row import StageEntry, Statements
+from muletrain.runtime.microbatch.inflight import InFlightStep
+from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.step.record import Certificate, RecordBuilder, StepRecord
 from proofs.draws import draw
 from proofs.injection import kind_of
@@ -152,3 +154,24 @@ def test_in_a_small_run_a_speaker_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.of(FrameRefused)
     assert outcome.longest < 2.0, "it costs nothing"
+
+
+def test_replicas_that_are_no_speakers_do_not_speak_for_their_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any two of a stage were believed: the other stages applied a round of theirs, and the wrong weights stayed."""
+    liars, begin = ("peer-1h", "peer-1i"), Microbatches.begin
+
+    def begins(self: Microbatches, work: InFlightStep, **how: Any) -> None:
+        ctx, me = self._ctx, self._ctx.net.peer_id
+        if me in liars and work.step and not {*liars} & {*speakers(work.lineage, ctx.roster.stage(1))}:
+            content, square = bytes(32), 1e12
+            entry = StageEntry(
+                stage=1, round=bytes([work.step] * 32), size=3, content=content, square_norm=square, finite=True
+            )
+            lie = Statements(lineage=work.lineage, step=work.step, stage=1, entries=(entry,))
+            ctx.spawn(ctx.tell(ctx.roster.stage(0), lie), "lies")
+        begin(self, work, **how)
+
+    monkeypatch.setattr(Microbatches, "begin", begins)
+    outcome = play(Scenario(3, (2, 9), 2, 6, 8, 0.02, (), checkpoint_every=1, speakers=True))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.virtual_s < 30.0
