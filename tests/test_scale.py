@@ -9,19 +9,25 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from pydantic import ValidationError
 
 from benchmarks.messages import run as messages
 from muletrain.clock import LoopClock
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
+from muletrain.config.schema import MAX_MICROBATCHES
+from muletrain.events import StepApplied
 from muletrain.model.spec import ModelSpec
+from muletrain.network.answers import MAX_CALL
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.members.messages import Member, Suspected
-from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.runtime.members.messages import Acquaintances, Member, Suspected
+from muletrain.runtime.members.roster import MAX_MEMBERS, Genesis, Roster
 from muletrain.runtime.members.row import Row, Sync
 from muletrain.runtime.microbatch.position import Position
+from muletrain.runtime.peer.messages import Report
+from muletrain.runtime.peer.reporting import _short
 from muletrain.sim.fleet.simulation import simulate_fleet, weather
 from muletrain.sim.loop import run_virtually
 from muletrain.sim.setting import setting
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import FrameType
 
+    from muletrain.events import TrafficClass
     from muletrain.runtime.core.plan import Plan
     from muletrain.sim.fleet.accounts import Outcome
 
@@ -105,7 +112,7 @@ def test_whether_a_peer_is_there_is_a_short_answer() -> None:
         run_id="r", config=bytes(32), data=bytes(32), stages=1, members=(member,), coordinator="p0", first_step=0
     )
 
-    async def scenario() -> tuple[Row, Row]:
+    async def scenario() -> list[Row]:
         nothing, count = cast("Any", None), 2000
         plan = cast("Plan", SimpleNamespace(stages=1, microbatches=count, delayed=False))
         ctx = Context(
@@ -113,15 +120,48 @@ def test_whether_a_peer_is_there_is_a_short_answer() -> None:
         )
         position = Position(ctx, 0, genesis.lineage)
         position.work.complete(range(count), [1.0] * count)
-        answers = [position.row(0, genesis.lineage, brief=brief) for brief in (True, False)]
+        kinds: list[dict[str, bool]] = [{"brief": True}, {}, {"through": True}]
+        answers = [position.row(0, genesis.lineage, **kind) for kind in kinds]
         await ctx.tasks.close()
-        return answers[0], answers[1]
+        return answers
 
-    brief, whole = run_virtually(scenario(), 1.0, [])
+    brief, asked, whole = run_virtually(scenario(), 1.0, [])
     assert len(whole.completed) == 2000
     assert len(brief.pack()) < 220
+    assert len(asked.pack()) < 220, "a trainer asks a thousand peers who has a microbatch"
     for known in ("current", "step", "stage", "lineage", "branch", "rival"):
         assert getattr(brief, known) == getattr(whole, known)
+
+
+def test_the_largest_answers_are_no_larger_than_a_call_carries() -> None:
+    every, losses = tuple(range(MAX_MICROBATCHES)), (2.5,) * MAX_MICROBATCHES
+    held = {"accumulated": every, "accumulated_losses": losses, "completed": every, "losses": losses}
+    members = tuple(
+        Member(
+            id=f"12D3KooW{k:044}",
+            name=f"laptop-of-somebody-{k}",
+            stage=k % 16,
+            trainer=True,
+            device="NVIDIA GeForce RTX 4090",
+        )
+        for k in range(MAX_MEMBERS)
+    )
+    for answer in (Row(current=True, step=1 << 20, stage=15, **held), Acquaintances(members=members)):
+        assert MAX_CALL // 2 < len(answer.pack()) < MAX_CALL
+
+
+def test_a_report_of_a_step_in_a_run_of_a_thousand_fits_into_its_message() -> None:
+    """The peer that made it ended after its first step."""
+    took = dict.fromkeys(("forward_s", "backward_s", "averaging_s", "apply_s", "wait_s"), 1.0)
+    sent: dict[str, dict[TrafficClass, int]] = {f"12D3KooW{k:044}": {"control": 1000 + k} for k in range(1000)}
+    step: dict[str, Any] = {"step": 1, "stage": 0, "lineage": "ab" * 32, "skipped": False, "microbatches": 1}
+    event = StepApplied(**step, recomputed=0, **took, sent=sent)
+    with pytest.raises(ValidationError):
+        Report(event=event.to_json())
+    short = _short(event)
+    Report(event=short.to_json())
+    assert short.sent.keys() - sent.keys() == {"others"}
+    assert sum(c["control"] for c in short.sent.values()) == sum(c["control"] for c in sent.values())
 
 
 def test_what_a_roster_answers_follows_the_news() -> None:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_MICROBATCHES = 1 << 16
-"""Microbatches of a step, at most: peers list the held ones in one message (``runtime.core.messages``)."""
+MAX_MICROBATCHES = 1 << 15
+"""Microbatches of a step, at most: peers list the held ones, with their losses, in one answer (``runtime.members.row``)."""
 
 
 class Precision(StrEnum):

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 NOT_SERVED = "is not served here (not yet, or not any more)"
 """Ends the reason of a refusal."""
+MAX_CALL = 1 << 20
+"""Most bytes of a payload, and of an answer."""
 MAX_METHOD = 64
 """Characters of an unknown method that are repeated to the caller."""
 AT_ONCE = 64
@@ -82,7 +84,12 @@ class Answers:
         try:
             if sender == self._own:
                 return True, await handler(sender, payload)
-            return True, await self._quota.answer(sender, handler, payload, free=free)
+            answer = await self._quota.answer(sender, handler, payload, free=free)
+            if len(answer) > MAX_CALL:
+                raise MuletrainError(
+                    f"{method}: an answer of {len(answer):,} bytes; a call carries at most {MAX_CALL:,}"
+                )
+            return True, answer
         except MuletrainError as e:
             if isinstance(e, ProtocolError):
                 self._delivery.refuse(sender, e, f"{method}: ")

@@ -17,7 +17,7 @@ from muletrain.errors import (
     ProtocolError,
     Refused,
 )
-from muletrain.network.answers import Answers
+from muletrain.network.answers import MAX_CALL, Answers
 from muletrain.network.base import Bounds, CallHandler, Channel, FrameHandler, LossHandler, PeerId, RefusalHandler
 from muletrain.network.delivery import Counters, Delivery
 from muletrain.network.jobs import Jobs
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from muletrain.network.identity import Key
     from muletrain.wire.frame import Buffer
 
-MAX_CALL = 1 << 20
-"""Most bytes of a payload, and of an answer."""
 CALL = "muletrain/call"
 OK, FAILED, STRANGER = b"\0", b"\1", b"\2not admitted to this run"
 SELF_QUEUE = 1024
@@ -203,8 +201,6 @@ class Libp2pNetwork:
 
     async def _answer(self, sender: PeerId, method: str, payload: bytes) -> bytes:
         answered, answer = await self._answers.answer(sender, method, payload)
-        if len(answer) > MAX_CALL:
-            answered, answer = False, f"{method}: the answer is too large".encode()
         return (OK if answered else FAILED) + answer
 
     # Frames ---------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ class Row(Header):
     Microbatches. ``accumulated``: those in the accumulator, with ``accumulated_losses`` [nats/token] (nan if unknown);
     ``in_flight``: requests in work; ``answering``: requests with an answer on the way; ``given``: microbatches that the
     peer's trainer gave out and waits for; ``asking``: microbatches to give out unless found elsewhere; ``completed``:
-    microbatches known to be through all stages, with ``losses`` [nats/token].
+    microbatches known to be through all stages, with ``losses`` [nats/token], if the caller wants the record.
 
     ``said``: the peer's statements, as of ``version`` (0: there are none); left out if the caller has that version.
     """
@@ -195,7 +195,8 @@ class Row(Header):
 class Sync(Call[Row]):
     """Asks for the peer's row of a step. ``known``: version of the statements that the caller has. ``stage``:
     the caller's; seals are for replicas. ``brief``: no microbatches. ``record``: the caller wants the record of the
-    step, too, if the peer applied one."""
+    step, too, if the peer applied one, and the microbatches that are through: a thousand answers with all microbatches of a
+    step would fill the caller's link."""
 
     KIND: ClassVar[str] = "sync"
     lineage: Digest

@@ -112,8 +112,9 @@ class Position:
         self.interrupted = reason
         self._ctx.news.touched()
 
-    def row(self, step: int, lineage: bytes, *, brief: bool = False) -> Row:
-        """Returns this peer's row of ``step``, without statements. ``brief``: also without microbatches."""
+    def row(self, step: int, lineage: bytes, *, brief: bool = False, through: bool = False) -> Row:
+        """Returns this peer's row of ``step``, without statements. ``brief``: also without microbatches; ``through``: also
+        with those that are through all stages."""
         ctx, work, branch = self._ctx, self.computing(step), branch_of(self.lineage)
         stage = ctx.roster.own.stage
         if work is None or work.lineage != lineage or (work is self.work and self.away):
@@ -141,7 +142,7 @@ class Position:
                 "answering": tuple(sorted(work.answering)),
                 "given": tuple(sorted(work.given)),
                 "asking": tuple(sorted(work.asking)),
-                "completed": tuple(work.losses),
-                "losses": tuple(work.losses.values()),
+                "completed": tuple(work.losses) if through else (),
+                "losses": tuple(work.losses.values()) if through else (),
             }
         )

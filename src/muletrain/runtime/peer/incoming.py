@@ -292,7 +292,7 @@ class Incoming:
         self._rollback.met(sender, branch_of(ask.lineage))
         branch = branch_of(at.lineage)
         rival = branch_of(ask.lineage) == branch and self._forks.heard(sender, ask.step, ask.lineage)
-        row = at.row(ask.step, ask.lineage, brief=ask.brief)
+        row = at.row(ask.step, ask.lineage, brief=ask.brief, through=ask.record)
         if at.life.state is State.LEAVING:
             row = Row(current=False, step=at.step, stage=self._ctx.roster.own.stage, branch=branch)
         said = self._runner.exchange.statements(sender, ask)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from muletrain.errors import Malformed, NetworkError, ProtocolError
 from muletrain.events import (
@@ -29,6 +30,7 @@ from muletrain.runtime.peer.messages import LOADING, SHOWN_DOWN, Report
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from muletrain.events import TrafficClass
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.record import StepRecord
     from muletrain.strategies.base import StandIn
 
+Reported: TypeAlias = StepApplied | PeerJoined | PoolWorked | SampleReplaced | SwapWorked
+MOST_NAMED = 256
+"""Receivers of bytes that a report names: all of a run of 850 peers would not fit."""
 REPORTS, REPORTS_A_STEP = 256, 4
 """Reports of one peer that are accepted at first, and for each step that we applied: the reporter may be ahead of us,
 and steps after a rollback are done again."""
@@ -123,11 +128,11 @@ class Reporting:
         ctx.meter.begin(now)
         self._look_for_stand_ins()
 
-    def tell(self, event: StepApplied | PeerJoined | PoolWorked | SampleReplaced | SwapWorked) -> None:
+    def tell(self, event: Reported) -> None:
         """Write ``event`` to our log, and send ``event`` to a coordinator on another machine."""
         self._ctx.emit(event)
         if self._apart:
-            self._ctx.spawn(self._pass_on(Report(event=event.to_json())), "report")
+            self._ctx.spawn(self._pass_on(Report(event=_short(event).to_json())), "report")
 
     async def _pass_on(self, report: Report) -> None:
         coordinator = self._ctx.roster.coordinator()
@@ -223,3 +228,15 @@ class Reporting:
             elif before.get(seat) != now[seat]:
                 spares = " and ".join(now[seat])
                 self._ctx.emit(SeatEmpty(pipeline=pipeline, stage=stage, seat=name, spares=spares))
+
+
+def _short(event: Reported) -> Reported:
+    """Returns ``event`` with the receivers that got most named, and the others as one."""
+    if not isinstance(event, StepApplied) or len(event.sent) <= MOST_NAMED:
+        return event
+    most = sorted(event.sent, key=lambda p: (-sum(event.sent[p].values()), p))
+    rest: Counter[TrafficClass] = Counter()
+    for peer in most[MOST_NAMED - 1 :]:
+        rest.update(event.sent[peer])
+    sent = {p: event.sent[p] for p in most[: MOST_NAMED - 1]}
+    return dataclasses.replace(event, sent=sent | {"others": dict(rest)})
