@@ -172,3 +172,25 @@ def test_machines_that_come_together_get_different_stages_while_they_prepare() -
         assert live.consider(introduction("e")) == [["cpu"], ["cpu"]], "those that do not come hold no place"
 
     virtually(scenario())
+
+
+def test_a_machine_that_comes_again_and_again_does_not_keep_the_run_from_beginning() -> None:
+    """Each time the wait for it began anew, for ever."""
+
+    async def scenario() -> float:
+        hub = MemoryHub()
+        own = rendezvous_of(hub.join("founder"), [1], expected=1)
+        own.open()
+        own.seat("founder", introduction("founder"))
+        own.ready("founder", Ready(trainer=True, place=""))
+        laptop = JoinClient(hub.join("laptop"), "founder")
+        await laptop.join(introduction("laptop"))
+        gathering = asyncio.create_task(own.gather())
+        with pytest.raises(Refused, match="begins at this very moment"):
+            for _ in range(40):
+                await asyncio.sleep(60.0)
+                await laptop.join(introduction("laptop"))
+        assert [m.name for m in (await gathering).members] == ["founder"]
+        return LoopClock().now()
+
+    assert virtually(scenario()) <= PREPARE_S + 4 * CALL_S

@@ -133,7 +133,10 @@ class Rendezvous:
         if self.checkpoint is not None:
             more["part_size"] = self.checkpoint.parts[welcome.stage].stat().st_size
             more["part_digest"] = self.checkpoint.digests[welcome.stage]
+        before = self._guests.get(peer)
         self._guests[peer] = guest = _Guest(request, welcome.model_copy(update=more))
+        if before is not None:  # it may come again and again
+            guest.since = before.since
         self._changed.set()
         return guest.welcome
 

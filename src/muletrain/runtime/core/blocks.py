@@ -351,11 +351,12 @@ class Blocks:
         return b""
 
     async def _give(self, copy: StateImage, run: tuple[str, PeerId, bytes], blocks: tuple[int, ...]) -> None:
-        """Send ``blocks`` while the copy is kept. A taker that lacks blocks asks another donor, or us again."""
+        """Send ``blocks`` while the copy is kept. A taker that lacks blocks asks another donor, or us again. Ends with a
+        block that takes ``CEILING_S``: the copy's successor waits until nobody takes it."""
         (_, taker, digest), left = run, list(blocks)
         try:
             while left:
-                await copy.send(self, taker, left[0])
+                await self.clock.deadline(copy.send(self, taker, left[0]), CEILING_S, "a block")
                 self._sending.discard((taker, digest, left.pop(0)))
                 await self._asked(digest, taker)
         except MuletrainError:
