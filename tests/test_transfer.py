@@ -21,6 +21,8 @@ from muletrain.runtime.averaging.mean_gradient import fetch_gradient
 from muletrain.runtime.core import blocks as transfer
 from muletrain.runtime.core.blocks import AskBlocks, Block, Blocks, Manifest, PartialDownload, StateImage, _Expected
 from muletrain.runtime.transfer import donor as snapshot
+from muletrain.runtime.transfer.donor import STATES
+from muletrain.runtime.transfer.messages import AskSnapshot, Snapshot
 from muletrain.wire.codec import RAW, Encoded, encode_raw
 from muletrain.wire.frame import Frame
 from tests.donors import Stage, refused, run, small_blocks
@@ -350,5 +352,26 @@ def test_a_gradient_in_other_pieces_than_it_has_is_refused() -> None:
             assert await fetch_gradient(stage.contexts["t"], stage.receiver.taker, entry, ["a"]) is None
             assert not stage.contexts["t"].roster.is_alive("a")
             stage.contexts["t"].roster.mark_alive("a")
+
+    run(scenario)
+
+
+def test_a_block_that_is_taken_by_drips_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A taker that acknowledged a byte a minute kept the donor from any newer copy."""
+
+    async def drips(*_: object) -> None:
+        await asyncio.sleep(1e5)
+
+    async def scenario() -> None:
+        stage = Stage("a")
+        ask, given = AskSnapshot(stage=0), stage.contexts["a"].blocks
+        offer = Snapshot.unpack(await stage.networks["t"].call("a", ask.KIND, ask.pack(), timeout_s=10.0))
+        monkeypatch.setattr(StateImage, "send", drips)
+        monkeypatch.setattr(transfer, "CEILING_S", 0.5)
+        blocks = AskBlocks(digest=offer.digest, blocks=(0,))
+        await stage.networks["t"].call("a", blocks.KIND, blocks.pack(), timeout_s=10.0)
+        assert given.sends(STATES) == {offer.digest}
+        await asyncio.sleep(1.0)
+        assert not given.sends(STATES)
 
     run(scenario)
