@@ -186,7 +186,7 @@ def test_a_machine_that_comes_again_and_again_does_not_keep_the_run_from_beginni
         laptop = JoinClient(hub.join("laptop"), "founder")
         await laptop.join(introduction("laptop"))
         gathering = asyncio.create_task(own.gather())
-        with pytest.raises(Refused, match="begins at this very moment"):
+        with pytest.raises(Refused, match="begins at this very moment"):  # noqa: PT012
             for _ in range(40):
                 await asyncio.sleep(60.0)
                 await laptop.join(introduction("laptop"))
