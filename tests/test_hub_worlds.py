@@ -174,6 +174,17 @@ def test_a_client_that_goes_to_another_server_hears_of_the_end() -> None:
     assert outcome.virtual_s < 60
 
 
+@pytest.mark.parametrize("fault", [Fault(200.0, "kill", ("peer-0a",)), Fault(200.0, "cut", ("client-0a",), 25.0)])
+def test_a_client_that_loses_its_server_looks_for_another_one_however_old_it_is(fault: Fault) -> None:
+    """After its first two minutes it ended at once, without a question, also at the run's end."""
+    clients = tuple(f"client-0{letter}" for letter in "abcd")
+    scenario = Scenario(1, (2, 1), 2, 4, 16, 0.01, (fault,), clients=clients, sequences=4, slower=50.0, longer=50.0)
+    outcome = play(scenario)
+    assert outcome.violations == []
+    assert [outcome.ends[client] for client in clients] == ["left in order"] * 4
+    assert max(e.t for e in outcome.events if isinstance(e, ClientEnlisted)) > 200
+
+
 @pytest.mark.slow
 def test_clients_that_come_together_end_up_at_both_servers() -> None:
     """And do not go from one to the other together. Each draws, so it may take several looks."""

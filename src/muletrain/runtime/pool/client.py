@@ -82,8 +82,8 @@ class Client:
         """The steps that compute with the newest weights; (): all steps."""
         self.version = 0
         """Version of the server's weights."""
-        self._heard_s, self.step_s = 0.0, 0.0
-        """When that version came, and seconds of the last step; 0: unmeasured."""
+        self._answered_at = self._heard_s = self.step_s = 0.0
+        """When a server last answered; when that version came; and seconds of the last step; 0: unmeasured."""
         self._sits_out = 0
         """Version of the weights that is sat out."""
         self._rests, self._given = Rests(random.Random(net.peer_id)), True
@@ -132,7 +132,7 @@ class Client:
         await main
 
     async def _run(self) -> None:
-        lost_at, tries = self._clock.now(), 0
+        tries, self._answered_at = 0, self._clock.now()
         while not self._ended:
             try:
                 await self._enlist()
@@ -141,10 +141,9 @@ class Client:
                 break
             except NetworkError:
                 tries = 0 if self._worked else tries + 1
-                lost_at = lost_at if self._home is None else self._clock.now()
                 self._home = None
                 await self._drop()
-            if self._clock.now() - lost_at > PATIENCE_S:
+            if self._clock.now() - self._answered_at > PATIENCE_S:
                 raise NoServer(f"no server of stage {self._compute.stage} answers for {PATIENCE_S:.0f} s")
             await self._clock.sleep(pause_s(tries, AGAIN_S))
         await self._part_from(self._home, self._session)
@@ -197,7 +196,7 @@ class Client:
 
     def _hear(self, answer: Answer) -> None:
         """Make what is into what should be, as our server says."""
-        self._heard = max(self._heard, answer.number)
+        self._heard, self._answered_at = max(self._heard, answer.number), self._clock.now()
         if answer.servers and answer.servers != self._servers.known:
             self._servers.known = answer.servers
             self._weights.ask_again()  # a server that has moved to another stage does not answer
@@ -292,7 +291,7 @@ class Client:
     async def _call(self, session: int) -> None:
         """Call our server again and again. A server that misses two calls is gone if another server answers; otherwise
         we are cut off, and our work stays of use for some seconds (``clients.GONE_S``)."""
-        failed, answered = 0, self._clock.now()
+        failed = 0
         while (home := self._home) is not None and self._session == session:
             self._call_again.clear()
             call = self._tasks.spawn(self._answer(home), "call")
@@ -310,11 +309,11 @@ class Client:
             if isinstance(answer, Answer):
                 if failed:
                     self._weights.ask_again()
-                failed, answered = 0, self._clock.now()
+                failed = 0
                 self._hear(answer)
                 continue
             failed += 1
-            cut_off = self._clock.now() - answered > CUT_OFF_S
+            cut_off = self._clock.now() - self._answered_at > CUT_OFF_S
             gone = isinstance(answer, Refused | ProtocolError)
             if gone or (failed > 1 and (cut_off or await self._servers.states(but=home))):
                 return self._give_up(session)
