@@ -13,7 +13,7 @@ from muletrain.policy.passes import LAST, Pass
 from muletrain.runtime.core.blocks import BLOCK, RUN, AskBlocks, Block, StateImage
 from muletrain.runtime.core.times import GONE_S
 from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.messages import Answer, Give, Next, Result, Wanted
+from muletrain.runtime.pool.messages import MAX_KEPT, Answer, Give, Next, Result, Wanted
 from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:
@@ -22,14 +22,17 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
     from muletrain.wire.frame import Frame
 
-CLIENT_LIES = ("silent", "anew", "downloads", "hurry", "twice", "others", "slow")
+CLIENT_LIES = ("silent", "anew", "downloads", "hurry", "twice", "others", "slow", "unasked")
 """A client brings back no result; and begins anew after ``ANEW_S``; it asks for the weights each ``OFTEN_S``; it announces
 gradients of zero at once, as if it were very fast; it brings back each result twice; it lists other parts than are in its
-accumulator; it needs ``SLOW_S`` for each block of that."""
+accumulator; it needs ``SLOW_S`` for each block of that; it lists parts that it was not given, as many as a message holds,
+and brings back results of others."""
 SERVER_LIES = ("idle", "hoards", "much", "weights", "digest")
 """A server says that its clients do nothing; and gives them nothing; it gives forwards whose backwards never come; it
 gives wrong weights; it says that it has others than it has."""
 SLOW_S, ANEW_S, OFTEN_S = 20.0, 0.3, 0.05
+UNASKED = 10**9
+"""The lowest number of a part that no server gave."""
 MUCH = 40
 """Forwards that a server gives beside each right one."""
 STATED: dict[str, dict[str, Any]] = {"digest": {"weights": bytes(32)}}
@@ -42,7 +45,19 @@ class LyingClient(Client):
 
     how = ""
 
+    def _state(self) -> Next:
+        state = super()._state()
+        if self.how != "unasked":
+            return state
+        more = {
+            name: (*getattr(state, name), *range(UNASKED * k, UNASKED * k + 2 * MAX_KEPT))[: 2 * MAX_KEPT]
+            for k, name in enumerate(("parts", "uncounted", "forwards"), 2)
+        }
+        return state.model_copy(update=more)
+
     async def _do(self, message: Give, tensors: list[Encoded], session: int) -> None:
+        for k in range(4 * MAX_KEPT if self.how == "unasked" else 0):
+            await self._try_to_send(Result(number=UNASKED + k), [])
         if self.how == "anew":
             await self._clock.sleep(ANEW_S)
             return self._give_up(session)

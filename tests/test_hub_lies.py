@@ -16,6 +16,7 @@ from muletrain.policy.passes import Pass
 from muletrain.policy.pool import OWN, Pool
 from muletrain.policy.worker import MOST_OUT, Standing
 from muletrain.runtime.pool import work
+from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.messages import MAX_KEPT, Give, Next, Result
 from muletrain.runtime.pool.servers import StageServers
 from muletrain.runtime.pool.weights import WeightsCopy, WeightsDownload
@@ -28,6 +29,8 @@ from proofs.play import play
 from proofs.scenario import FOR_EVER_S, Fault, Scenario
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from proofs.verdict import Outcome
 
 torch.set_num_threads(1)
@@ -64,7 +67,7 @@ def parts(outcome: Outcome) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("how", "most_s"),
-    {"silent": 13, "anew": 16, "downloads": 4, "hurry": 9, "twice": 4, "others": 6, "slow": 13}.items(),
+    {"silent": 13, "anew": 16, "downloads": 4, "hurry": 9, "twice": 4, "others": 6, "slow": 13, "unasked": 4}.items(),
 )
 def test_three_of_eight_clients_that_lie_cost_no_number_and_little_time(how: str, most_s: float) -> None:
     """Six honest steps take 3.2 s. Silent clients cost 34 s: nobody took their parts for half a minute."""
@@ -113,6 +116,19 @@ def test_a_server_whose_clients_do_nothing_does_not_keep_them(
     monkeypatch.setattr(StageServers, "_left_out", lambda self, server: False)
     done = parts(kept(scenario))
     assert sum(done[name] for name in CLIENTS[:4]) < 140
+
+
+def test_results_that_nobody_asked_for_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They filled a server's memory, and then ended it: no message has room for so many numbers."""
+    right, asked = PartsDesk.verdicts, list[int]()
+
+    def verdicts(self: PartsDesk, client: str, numbers: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        asked.append(len(numbers))
+        return right(self, client, numbers)
+
+    monkeypatch.setattr(PartsDesk, "verdicts", verdicts)
+    kept(world(*lie("unasked", CLIENTS[0])))
+    assert 6 * MAX_KEPT <= max(asked) < 7 * MAX_KEPT, "those of one call, and results of parts that it had"
 
 
 # 2, 8: work that never comes ------------------------------------------------------------------------------------------

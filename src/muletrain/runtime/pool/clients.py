@@ -69,7 +69,7 @@ class Desk(Protocol):
 
     def verdicts(self, client: PeerId, numbers: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns those of a client's ``numbers`` whose results count, and those whose part, result or forward is of no
-        use."""
+        use; of more than ``2 * MAX_KEPT``, the lowest."""
         ...
 
     def there(self, client: PeerId, parts: Collection[int], doubted_at: float) -> None:
@@ -395,8 +395,9 @@ class Clients:
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         message = Result.parse(frame)
-        if (client := self._clients.get(sender)) is None:
-            return  # the client was lost while the frame came
+        client = self._clients.get(sender)
+        if client is None or self.desk.pool.part(sender, message.number) is None:
+            return  # the client was lost, or the part taken back, while the frame came
         client.results.add(message.number)
         if not message.problem:
             client.unable = 0

@@ -18,6 +18,7 @@ from muletrain.runtime.pool.accumulators import Accumulators
 from muletrain.runtime.pool.calls import Calls
 from muletrain.runtime.pool.checks import Checks, checked_sketches
 from muletrain.runtime.pool.clients import Clients
+from muletrain.runtime.pool.messages import MAX_KEPT
 from muletrain.runtime.pool.parts import KeptPart, Parts, computed_part, given_message
 from muletrain.wire.codec import Encoded, decode, encode
 
@@ -375,7 +376,8 @@ class PartsDesk:
         asks."""
         ledger, kept = self._parts.holders().get(client, set()), self._parts.forwards_at(client)
         settled = {n for n in numbers if not self.pool.wants_back(client, n)}
-        return tuple(sorted(settled & ledger)), tuple(sorted(settled - ledger - kept))
+        most = 2 * MAX_KEPT  # the client asks about the rest again
+        return tuple(sorted(settled & ledger)[:most]), tuple(sorted(settled - ledger - kept)[:most])
 
     def doubt(self, client: PeerId) -> None:
         """Other workers may do the parts of ``client`` until it calls again; its accumulated gradients are not lost
