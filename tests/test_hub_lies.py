@@ -75,7 +75,10 @@ def test_three_of_eight_clients_that_lie_cost_no_number_and_little_time(how: str
     assert kept(world(*lie(how, *LIARS), verify=float(how == "hurry"))).virtual_s < most_s
 
 
-@pytest.mark.parametrize(("how", "most_s"), {"idle": 4, "hoards": 13, "much": 7, "weights": 4, "digest": 6}.items())
+@pytest.mark.parametrize(
+    ("how", "most_s"),
+    {"idle": 4, "hoards": 13, "much": 7, "weights": 4, "digest": 6, "servers": 4, "ended": 9}.items(),
+)
 def test_a_server_that_lies_to_its_clients_costs_no_number_and_little_time(how: str, most_s: float) -> None:
     assert how in SERVER_LIES
     assert kept(world(*lie(how, SERVERS[0]))).virtual_s < most_s
@@ -129,6 +132,16 @@ def test_results_that_nobody_asked_for_are_not_kept(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(PartsDesk, "verdicts", verdicts)
     kept(world(*lie("unasked", CLIENTS[0])))
     assert 6 * MAX_KEPT <= max(asked) < 7 * MAX_KEPT, "those of one call, and results of parts that it had"
+
+
+@pytest.mark.parametrize("how", ["servers", "ended"])
+def test_a_server_takes_no_client_away_from_the_others(how: str) -> None:
+    """All clients of the stage knew none but "nobody" when it went, or believed that the run had ended. Of an honest server
+    they compute 164 parts."""
+    outcome = kept(world(*lie(how, SERVERS[0]), Fault(1.0, "kill", SERVERS[:1]), steps=8))
+    assert {outcome.ends[client] for client in CLIENTS} == {"left in order"}
+    assert sum(parts(outcome)[name] for name in CLIENTS[:4]) > 140
+    assert outcome.virtual_s < 10
 
 
 # 2, 8: work that never comes ------------------------------------------------------------------------------------------
