@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
     from muletrain.wire.frame import Frame
 
-CLIENT_LIES = ("silent", "anew", "downloads", "hurry", "twice", "others", "slow", "unasked")
+CLIENT_LIES = ("silent", "anew", "downloads", "hurry", "twice", "others", "slow", "unasked", "unable")
 """A client brings back no result; and begins anew after ``ANEW_S``; it asks for the weights each ``OFTEN_S``; it announces
 gradients of zero at once, as if it were very fast; it brings back each result twice; it lists other parts than are in its
 accumulator; it needs ``SLOW_S`` for each block of that; it lists parts that it was not given, as many as a message holds,
-and brings back results of others."""
+and brings back results of others; it says after ``SLOW_S`` that it cannot compute a part."""
 SERVER_LIES = ("idle", "hoards", "much", "weights", "digest", "servers", "ended")
 """A server says that its clients do nothing; and gives them nothing; it gives forwards whose backwards never come; it
 gives wrong weights; it says that it has others than it has; it says that its clients do nothing, and that there is no other
@@ -60,6 +60,9 @@ class LyingClient(Client):
     async def _do(self, message: Give, tensors: list[Encoded], session: int) -> None:
         for k in range(4 * MAX_KEPT if self.how == "unasked" else 0):
             await self._try_to_send(Result(number=UNASKED + k), [])
+        if self.how == "unable":
+            await self._clock.sleep(SLOW_S)
+            return await self._report(self._work.unable(message, "no"), [], session)
         if self.how == "anew":
             await self._clock.sleep(ANEW_S)
             return self._give_up(session)

@@ -67,7 +67,17 @@ def parts(outcome: Outcome) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("how", "most_s"),
-    {"silent": 13, "anew": 16, "downloads": 4, "hurry": 9, "twice": 4, "others": 6, "slow": 13, "unasked": 4}.items(),
+    {
+        "silent": 13,
+        "anew": 16,
+        "downloads": 4,
+        "hurry": 9,
+        "twice": 4,
+        "others": 6,
+        "slow": 13,
+        "unasked": 4,
+        "unable": 9,
+    }.items(),
 )
 def test_three_of_eight_clients_that_lie_cost_no_number_and_little_time(how: str, most_s: float) -> None:
     """Six honest steps take 3.2 s. Silent clients cost 34 s: nobody took their parts for half a minute."""
@@ -182,6 +192,15 @@ def test_a_client_that_loses_parts_again_and_again_gets_no_more_in_that_step(mon
     assert kept(silent).virtual_s < 1.45 * honest, "1.2 to 1.4, as clients draw"
     monkeypatch.setattr(Standing, "left_out", lambda self, version: False)
     assert play(silent).violations or kept(silent).virtual_s > 2 * honest
+
+
+@pytest.mark.parametrize(("how", "most_s"), [("hang", 450), ("unable", 370)])
+def test_clients_that_compute_nothing_in_step_after_step_are_left_out(how: str, most_s: float) -> None:
+    """Their devices hang, or they say too late that they could not compute. Each step began with parts for them: 16 steps
+    took 512 and 438 s instead of 113 s."""
+    hang = tuple(Fault(0.0, "hang", (client,), FOR_EVER_S) for client in LIARS)
+    scenario = replace(world(*(hang if how == "hang" else lie(how, *LIARS)), steps=16), slower=20.0)
+    assert kept(scenario).virtual_s < most_s
 
 
 def test_nobody_waits_half_a_minute_for_one_of_whom_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
