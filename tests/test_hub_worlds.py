@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from muletrain.compute.arithmetic import StageArithmetic
+from muletrain.errors import MuletrainError
 from muletrain.events import ClientEnlisted, ClientLost, PoolWorked, StepApplied, StepDone
-from muletrain.policy.passes import Pass
+from muletrain.policy.passes import Part, Pass
 from muletrain.policy.pool import Pool
+from muletrain.runtime.pool import desk
 from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.work import Accumulator
 from proofs import draws
@@ -103,6 +105,24 @@ def test_a_microbatch_that_is_given_up_while_the_server_computes_it() -> None:
 def test_nothing_waits_for_a_hanging_device_after_its_server_has_ended() -> None:
     """It had asked for two things at once, and one of them failed."""
     assert play(draws.draw(160004, "hub")).violations == []
+
+
+@pytest.mark.parametrize(("times", "ends"), [(1, "finished"), (1000, "once more")])
+def test_a_server_that_cannot_compute_a_lost_part_tries_again_and_then_ends(
+    times: int, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else was left to compute it, and the step waited for ever."""
+    right, failures = desk.computed_part, iter(range(times))
+
+    async def computed_part(compute: Any, mb: Any, part: Part, *about: Any, **how: Any) -> Any:
+        if part.what is Pass.AGAIN and next(failures, None) is not None:
+            raise MuletrainError("once more")
+        return await right(compute, mb, part, *about, **how)
+
+    monkeypatch.setattr(desk, "computed_part", computed_part)
+    lost = Fault(0.0, "kill", ("client-0a",), on="block")
+    outcome = play(replace(world(lost, clients=("client-0a",)), stages=(1, 1), trainers=1))
+    assert outcome.ends["peer-0a"] == ends
 
 
 @pytest.mark.parametrize("sequences", [1, 5])

@@ -215,7 +215,8 @@ class PartsDesk:
         """Give a part to a client, with the ``verdicts`` on its earlier ones."""
         kept, generation = await self._prepared(given.part), self.accumulators.generation(given.part.step)
         if kept is None:
-            return self.pool.failed(worker, given.number, self._clock.now())
+            self.pool.failed(worker, given.number, self._clock.now())
+            return
         here, whole = kept.forward_at == worker, self.plan.sequences
         message, tensors = given_message(given, kept, here, generation, whole, verdicts, accumulate=accumulate)
         try:
@@ -235,7 +236,8 @@ class PartsDesk:
             seed = self.clients.digest(part.step)
             loss, values, found = await computed_part(self.inner, mb, part, kept, seed, accumulate=accumulate)
         except (MuletrainError, KeyError) as e:  # KeyError: the microbatch was given up, and its forward dropped
-            self.pool.failed(OWN, given.number, self._clock.now())
+            if self.pool.failed(OWN, given.number, self._clock.now()):
+                raise  # nobody else may be left to compute it, so this server ends
             if part.what is Pass.CHECK:
                 self.pool.drop_parts([part])
             if (call := self.calls.of(part)) is not None:
