@@ -13,7 +13,7 @@ from muletrain.policy.passes import LAST, Pass
 from muletrain.runtime.core.blocks import BLOCK, RUN, AskBlocks, Block, StateImage
 from muletrain.runtime.core.times import GONE_S
 from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.messages import Answer, Give, Next, Result, Wanted
+from muletrain.runtime.pool.messages import MAX_KEPT, Answer, Ended, Give, Next, Result, Wanted
 from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:
@@ -22,18 +22,23 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
     from muletrain.wire.frame import Frame
 
-CLIENT_LIES = ("silent", "anew", "downloads", "hurry", "twice", "others", "slow")
+CLIENT_LIES = ("silent", "anew", "downloads", "hurry", "twice", "others", "slow", "unasked", "unable")
 """A client brings back no result; and begins anew after ``ANEW_S``; it asks for the weights each ``OFTEN_S``; it announces
 gradients of zero at once, as if it were very fast; it brings back each result twice; it lists other parts than are in its
-accumulator; it needs ``SLOW_S`` for each block of that."""
-SERVER_LIES = ("idle", "hoards", "much", "weights", "digest")
+accumulator; it needs ``SLOW_S`` for each block of that; it lists parts that it was not given, as many as a message holds,
+and brings back results of others; it says after ``SLOW_S`` that it cannot compute a part."""
+SERVER_LIES = ("idle", "hoards", "much", "weights", "digest", "servers", "ended")
 """A server says that its clients do nothing; and gives them nothing; it gives forwards whose backwards never come; it
-gives wrong weights; it says that it has others than it has."""
+gives wrong weights; it says that it has others than it has; it says that its clients do nothing, and that there is no other
+server; it does, and that the run has ended where it should give a part."""
 SLOW_S, ANEW_S, OFTEN_S = 20.0, 0.3, 0.05
+UNASKED = 10**9
+"""The lowest number of a part that no server gave."""
 MUCH = 40
 """Forwards that a server gives beside each right one."""
 STATED: dict[str, dict[str, Any]] = {"digest": {"weights": bytes(32)}}
-STATED["idle"] = STATED["hoards"] = {"speed": 0.0, "own": 0.0, "clients": 0}
+STATED["idle"] = STATED["hoards"] = STATED["ended"] = {"speed": 0.0, "own": 0.0, "clients": 0}
+STATED["servers"] = {**STATED["idle"], "servers": ("nobody",)}
 """Words of a server about itself."""
 
 
@@ -42,7 +47,22 @@ class LyingClient(Client):
 
     how = ""
 
+    def _state(self) -> Next:
+        state = super()._state()
+        if self.how != "unasked":
+            return state
+        more = {
+            name: (*getattr(state, name), *range(UNASKED * k, UNASKED * k + 2 * MAX_KEPT))[: 2 * MAX_KEPT]
+            for k, name in enumerate(("parts", "uncounted", "forwards"), 2)
+        }
+        return state.model_copy(update=more)
+
     async def _do(self, message: Give, tensors: list[Encoded], session: int) -> None:
+        for k in range(4 * MAX_KEPT if self.how == "unasked" else 0):
+            await self._try_to_send(Result(number=UNASKED + k), [])
+        if self.how == "unable":
+            await self._clock.sleep(SLOW_S)
+            return await self._report(self._work.unable(message, "no"), [], session)
         if self.how == "anew":
             await self._clock.sleep(ANEW_S)
             return self._give_up(session)
@@ -110,6 +130,8 @@ class LyingServer:
         message: Any = frame.message
         if self.how == "hoards" and isinstance(message, Give):
             return 0
+        if self.how == "ended" and isinstance(message, Give):
+            frame = Ended().frame()
         if self.how == "much" and isinstance(message, Give) and message.what is Pass.FORWARD:
             for k in range(1, MUCH + 1):
                 more = {"number": message.number + 10**9 * k, "index": message.index + 10**6 * k}

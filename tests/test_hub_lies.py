@@ -16,6 +16,7 @@ from muletrain.policy.passes import Pass
 from muletrain.policy.pool import OWN, Pool
 from muletrain.policy.worker import MOST_OUT, Standing
 from muletrain.runtime.pool import work
+from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.messages import MAX_KEPT, Give, Next, Result
 from muletrain.runtime.pool.servers import StageServers
 from muletrain.runtime.pool.weights import WeightsCopy, WeightsDownload
@@ -28,6 +29,8 @@ from proofs.play import play
 from proofs.scenario import FOR_EVER_S, Fault, Scenario
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from proofs.verdict import Outcome
 
 torch.set_num_threads(1)
@@ -64,7 +67,17 @@ def parts(outcome: Outcome) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("how", "most_s"),
-    {"silent": 13, "anew": 16, "downloads": 4, "hurry": 9, "twice": 4, "others": 6, "slow": 13}.items(),
+    {
+        "silent": 13,
+        "anew": 16,
+        "downloads": 4,
+        "hurry": 9,
+        "twice": 4,
+        "others": 6,
+        "slow": 13,
+        "unasked": 4,
+        "unable": 9,
+    }.items(),
 )
 def test_three_of_eight_clients_that_lie_cost_no_number_and_little_time(how: str, most_s: float) -> None:
     """Six honest steps take 3.2 s. Silent clients cost 34 s: nobody took their parts for half a minute."""
@@ -72,7 +85,10 @@ def test_three_of_eight_clients_that_lie_cost_no_number_and_little_time(how: str
     assert kept(world(*lie(how, *LIARS), verify=float(how == "hurry"))).virtual_s < most_s
 
 
-@pytest.mark.parametrize(("how", "most_s"), {"idle": 4, "hoards": 13, "much": 7, "weights": 4, "digest": 6}.items())
+@pytest.mark.parametrize(
+    ("how", "most_s"),
+    {"idle": 4, "hoards": 13, "much": 7, "weights": 4, "digest": 6, "servers": 4, "ended": 9}.items(),
+)
 def test_a_server_that_lies_to_its_clients_costs_no_number_and_little_time(how: str, most_s: float) -> None:
     assert how in SERVER_LIES
     assert kept(world(*lie(how, SERVERS[0]))).virtual_s < most_s
@@ -115,6 +131,29 @@ def test_a_server_whose_clients_do_nothing_does_not_keep_them(
     assert sum(done[name] for name in CLIENTS[:4]) < 140
 
 
+def test_results_that_nobody_asked_for_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They filled a server's memory, and then ended it: no message has room for so many numbers."""
+    right, asked = PartsDesk.verdicts, list[int]()
+
+    def verdicts(self: PartsDesk, client: str, numbers: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        asked.append(len(numbers))
+        return right(self, client, numbers)
+
+    monkeypatch.setattr(PartsDesk, "verdicts", verdicts)
+    kept(world(*lie("unasked", CLIENTS[0])))
+    assert 6 * MAX_KEPT <= max(asked) < 7 * MAX_KEPT, "those of one call, and results of parts that it had"
+
+
+@pytest.mark.parametrize("how", ["servers", "ended"])
+def test_a_server_takes_no_client_away_from_the_others(how: str) -> None:
+    """All clients of the stage knew none but "nobody" when it went, or believed that the run had ended. Of an honest server
+    they compute 164 parts."""
+    outcome = kept(world(*lie(how, SERVERS[0]), Fault(1.0, "kill", SERVERS[:1]), steps=8))
+    assert {outcome.ends[client] for client in CLIENTS} == {"left in order"}
+    assert sum(parts(outcome)[name] for name in CLIENTS[:4]) > 140
+    assert outcome.virtual_s < 10
+
+
 # 2, 8: work that never comes ------------------------------------------------------------------------------------------
 
 
@@ -153,6 +192,15 @@ def test_a_client_that_loses_parts_again_and_again_gets_no_more_in_that_step(mon
     assert kept(silent).virtual_s < 1.45 * honest, "1.2 to 1.4, as clients draw"
     monkeypatch.setattr(Standing, "left_out", lambda self, version: False)
     assert play(silent).violations or kept(silent).virtual_s > 2 * honest
+
+
+@pytest.mark.parametrize(("how", "most_s"), [("hang", 450), ("unable", 370)])
+def test_clients_that_compute_nothing_in_step_after_step_are_left_out(how: str, most_s: float) -> None:
+    """Their devices hang, or they say too late that they could not compute. Each step began with parts for them: 16 steps
+    took 512 and 438 s instead of 113 s."""
+    hang = tuple(Fault(0.0, "hang", (client,), FOR_EVER_S) for client in LIARS)
+    scenario = replace(world(*(hang if how == "hang" else lie(how, *LIARS)), steps=16), slower=20.0)
+    assert kept(scenario).virtual_s < most_s
 
 
 def test_nobody_waits_half_a_minute_for_one_of_whom_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from muletrain.compute.arithmetic import StageArithmetic
+from muletrain.errors import MuletrainError
 from muletrain.events import ClientEnlisted, ClientLost, PoolWorked, StepApplied, StepDone
-from muletrain.policy.passes import Pass
+from muletrain.policy.passes import Part, Pass
 from muletrain.policy.pool import Pool
+from muletrain.runtime.pool import desk
 from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.work import Accumulator
 from proofs import draws
@@ -105,6 +107,24 @@ def test_nothing_waits_for_a_hanging_device_after_its_server_has_ended() -> None
     assert play(draws.draw(160004, "hub")).violations == []
 
 
+@pytest.mark.parametrize(("times", "ends"), [(1, "finished"), (1000, "once more")])
+def test_a_server_that_cannot_compute_a_lost_part_tries_again_and_then_ends(
+    times: int, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else was left to compute it, and the step waited for ever."""
+    right, failures = desk.computed_part, iter(range(times))
+
+    async def computed_part(compute: Any, mb: Any, part: Part, *about: Any, **how: Any) -> Any:
+        if part.what is Pass.AGAIN and next(failures, None) is not None:
+            raise MuletrainError("once more")
+        return await right(compute, mb, part, *about, **how)
+
+    monkeypatch.setattr(desk, "computed_part", computed_part)
+    lost = Fault(0.0, "kill", ("client-0a",), on="block")
+    outcome = play(replace(world(lost, clients=("client-0a",)), stages=(1, 1), trainers=1))
+    assert outcome.ends["peer-0a"] == ends
+
+
 @pytest.mark.parametrize("sequences", [1, 5])
 def test_microbatches_of_any_size_are_cut(sequences: int) -> None:
     assert play(world(sequences=sequences)).violations == []
@@ -172,6 +192,17 @@ def test_a_client_that_goes_to_another_server_hears_of_the_end() -> None:
     outcome = play(with_a_loss(3, 64, "block", 2))
     assert outcome.violations == []
     assert outcome.virtual_s < 60
+
+
+@pytest.mark.parametrize("fault", [Fault(200.0, "kill", ("peer-0a",)), Fault(200.0, "cut", ("client-0a",), 25.0)])
+def test_a_client_that_loses_its_server_looks_for_another_one_however_old_it_is(fault: Fault) -> None:
+    """After its first two minutes it ended at once, without a question, also at the run's end."""
+    clients = tuple(f"client-0{letter}" for letter in "abcd")
+    scenario = Scenario(1, (2, 1), 2, 4, 16, 0.01, (fault,), clients=clients, sequences=4, slower=50.0, longer=50.0)
+    outcome = play(scenario)
+    assert outcome.violations == []
+    assert [outcome.ends[client] for client in clients] == ["left in order"] * 4
+    assert max(e.t for e in outcome.events if isinstance(e, ClientEnlisted)) > 200
 
 
 @pytest.mark.slow

@@ -270,7 +270,7 @@ class Pool:
                 not self._workers[worker].has(part.step)
                 or worker in wanted.barred
                 or wanted.only not in (None, worker)
-                or worker in wanted.failed
+                or (worker in wanted.failed and (worker, part.what) != (OWN, Pass.AGAIN))
                 or any(self._givings[n].worker == worker for n in wanted.givings)
             ):
                 continue
@@ -363,11 +363,16 @@ class Pool:
                 cost = sum(self._givings[n].part.cost for n in taker.out)
                 giving.due = min(giving.due, giving.since + taker.due_s(cost, slowest))
 
-    def failed(self, worker: str, number: int, now: float) -> None:
-        """``worker`` does not compute a given part."""
-        if (giving := self._back(worker, number)) is not None:
-            self._open[giving.part].failed.add(worker)
-            self._release(giving.part, now)
+    def failed(self, worker: str, number: int, now: float) -> bool:
+        """``worker`` does not compute a given part: others may, and the server's own device may try once more what has to
+        be computed again. Returns True if ``worker`` had failed before."""
+        if (giving := self._back(worker, number)) is None:
+            return False
+        failed = self._open[giving.part].failed
+        before = worker in failed
+        failed.add(worker)
+        self._release(giving.part, now)
+        return before
 
     def _back(self, worker: str, number: int) -> Giving | None:
         """Returns the giving, if wanted. An equal part that was put in later does not match."""

@@ -117,8 +117,6 @@ class Helping:
         plan, links = facts.plan(), host.links(facts, help.network)
         host.close_compute()
         host.compute = compute = await host.build_client(facts, stage, machine)
-        if self._client is not None and self._client.over and not self._stopped.is_set():
-            raise NoServer("a server of its former stage takes leave")  # heard while this client was made
         self._client = client = Client(
             links,
             host.clock,
@@ -130,6 +128,7 @@ class Helping:
             tuple(servers.get(stage) or (p for found in servers.values() for p in found)),
             others=[p for found in servers.values() for p in found],
             blocks=host.blocks,
+            over=self._client is not None and self._client.over,  # heard while the compute was made
         )
         host.log.emit(
             ClientBegan(

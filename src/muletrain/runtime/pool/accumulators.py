@@ -162,7 +162,7 @@ class Accumulators:
     async def gather(self, step: int) -> None:
         """Return once all gradients of ``step`` are here. A client that computes a part again, or whose results are
         being checked, is asked afterwards. The call always ends: missing parts are computed again, by the server itself
-        if no client does."""
+        if no client does; the server ends if it fails twice at one."""
         self._hedged.clear()
         coming: dict[PeerId, asyncio.Task[None]] = {}
         try:

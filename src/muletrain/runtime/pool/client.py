@@ -16,6 +16,7 @@ from muletrain.runtime.core.times import AGAIN_S, GONE_S, pause_s
 from muletrain.runtime.pool.messages import (
     FROM_SERVER,
     MAX_ROOM,
+    MAX_SERVERS,
     Answer,
     Ended,
     Give,
@@ -63,13 +64,18 @@ class Client:
         servers: tuple[PeerId, ...],
         others: Collection[PeerId] = (),
         blocks: Blocks | None = None,
+        *,
+        over: bool = False,
     ) -> None:
         """``servers``: known servers of the stage; ``others``: servers of other stages, which may report that the run is
-        over; ``blocks``: of this process, if any."""
+        over; ``blocks``: of this process, if any; ``over``: of this machine's former client."""
         self._net, self._clock, self._tasks, self._compute, self._plan = net, clock, tasks, compute, plan
         self._asks = Next(name=name, config=config, stage=compute.stage)
         self._servers = StageServers(net, clock, tasks, servers, self._asks)
-        self._others = frozenset(others)
+        self._others, self._told = frozenset(others), checksum(servers)
+        """``_told``: of the servers that one last named."""
+        self.over = over
+        """A server has said that the run is over, and none has answered since."""
         self._home: PeerId | None = None
         self._session = self._heard = self._handed = self._sessions = 0
         """Number of our time at the server; of its last answer; of the last hand-over; and of such times."""
@@ -82,8 +88,8 @@ class Client:
         """The steps that compute with the newest weights; (): all steps."""
         self.version = 0
         """Version of the server's weights."""
-        self._heard_s, self.step_s = 0.0, 0.0
-        """When that version came, and seconds of the last step; 0: unmeasured."""
+        self._answered_at = self._heard_s = self.step_s = 0.0
+        """When a server last answered; when that version came; and seconds of the last step; 0: unmeasured."""
         self._sits_out = 0
         """Version of the weights that is sat out."""
         self._rests, self._given = Rests(random.Random(net.peer_id)), True
@@ -99,11 +105,6 @@ class Client:
         """Parts that we compute, by number."""
         net.receive(self._on_frame, tuple(FROM_SERVER), self)
         blocks.offers("accumulator", self._given_copy)
-
-    @property
-    def over(self) -> bool:
-        """Has the run ended, or was this client stopped?"""
-        return self._ended
 
     @property
     def transfers_s(self) -> float:
@@ -132,19 +133,18 @@ class Client:
         await main
 
     async def _run(self) -> None:
-        lost_at, tries = self._clock.now(), 0
+        tries, self._answered_at = 0, self._clock.now()
         while not self._ended:
             try:
                 await self._enlist()
-                while await self._serve():
+                while not self._ended and await self._serve():
                     pass
                 break
             except NetworkError:
                 tries = 0 if self._worked else tries + 1
-                lost_at = lost_at if self._home is None else self._clock.now()
                 self._home = None
                 await self._drop()
-            if self._clock.now() - lost_at > PATIENCE_S:
+            if self._clock.now() - self._answered_at > PATIENCE_S:
                 raise NoServer(f"no server of stage {self._compute.stage} answers for {PATIENCE_S:.0f} s")
             await self._clock.sleep(pause_s(tries, AGAIN_S))
         await self._part_from(self._home, self._session)
@@ -154,20 +154,22 @@ class Client:
     # A server ---------------------------------------------------------------------------------------------------------
 
     async def _enlist(self) -> None:
-        """Find the server of our stage with the greatest need. The weights come while it answers. Raises PeerUnreachable if
-        none answers."""
+        """Find the server of our stage with the greatest need. The weights come while it answers. If none takes us, the
+        run has ended if one has said so; raises PeerUnreachable otherwise."""
         for server, state in await self._servers.by_need(but=self._weights.wrong):
             if not self._work.has(state.weights, state.steps):
                 self._weights.begin(state.weights, self._first(server))
             with contextlib.suppress(NetworkError):
                 return await self._enlist_with(server)
-        raise PeerUnreachable("no server answers")
+        if not self.over:
+            raise PeerUnreachable("no server answers")
+        self._ended = True
 
     async def _enlist_with(self, server: PeerId) -> None:
         """Raises NetworkError if the server does not take us; nothing has changed then."""
         self._sessions += 1
         session = random.Random(f"{self._net.peer_id}/{self._clock.now()}/{self._sessions}").randrange(1, 1 << 47)
-        ask = self._asks.model_copy(update={"session": session, "servers": checksum(self._servers.known)})
+        ask = self._asks.model_copy(update={"session": session, "servers": self._told})
         state = await self._servers.call(server, ask)
         self._home, self._session = server, session
         self._heard = self._handed = self.version = self._sits_out = 0
@@ -185,7 +187,7 @@ class Client:
             update={
                 "session": self._session,
                 "heard": self._heard,
-                "servers": checksum(self._servers.known),
+                "servers": self._told,
                 "weights": self._wanted if self._current else None,
                 "version": self.version,
                 "parts": tuple(sorted(self._out)),
@@ -197,9 +199,10 @@ class Client:
 
     def _hear(self, answer: Answer) -> None:
         """Make what is into what should be, as our server says."""
-        self._heard = max(self._heard, answer.number)
-        if answer.servers and answer.servers != self._servers.known:
-            self._servers.known = answer.servers
+        self._heard, self._answered_at, self.over = max(self._heard, answer.number), self._clock.now(), False
+        if answer.servers and (told := checksum(answer.servers)) != self._told:
+            self._told, known = told, dict.fromkeys((*self._servers.known, *answer.servers))
+            self._servers.known = tuple(known)[:MAX_SERVERS]  # a server that names nobody else keeps no client
             self._weights.ask_again()  # a server that has moved to another stage does not answer
         if answer.version > self.version:
             now = self._clock.now()
@@ -292,7 +295,7 @@ class Client:
     async def _call(self, session: int) -> None:
         """Call our server again and again. A server that misses two calls is gone if another server answers; otherwise
         we are cut off, and our work stays of use for some seconds (``clients.GONE_S``)."""
-        failed, answered = 0, self._clock.now()
+        failed = 0
         while (home := self._home) is not None and self._session == session:
             self._call_again.clear()
             call = self._tasks.spawn(self._answer(home), "call")
@@ -310,11 +313,11 @@ class Client:
             if isinstance(answer, Answer):
                 if failed:
                     self._weights.ask_again()
-                failed, answered = 0, self._clock.now()
+                failed = 0
                 self._hear(answer)
                 continue
             failed += 1
-            cut_off = self._clock.now() - answered > CUT_OFF_S
+            cut_off = self._clock.now() - self._answered_at > CUT_OFF_S
             gone = isinstance(answer, Refused | ProtocolError)
             if gone or (failed > 1 and (cut_off or await self._servers.states(but=home))):
                 return self._give_up(session)
@@ -368,11 +371,11 @@ class Client:
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         message = FROM_SERVER[frame.kind].parse(frame)
         match message:
-            case Ended():
-                known = sender in self._servers.known or sender in self._others
-                if sender == self._home or (known and self._home is None):
-                    self._ended = True
-                    self._changed()
+            case Ended() if sender in {self._home, *self._servers.known, *self._others}:
+                self.over = True
+                self._servers.over.add(sender)
+                if sender == self._home:
+                    self._give_up(self._session)
             case Give() if sender == self._home:
                 self._settle(message)
                 self._begin(message, frame.tensors)

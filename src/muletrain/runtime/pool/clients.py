@@ -69,7 +69,7 @@ class Desk(Protocol):
 
     def verdicts(self, client: PeerId, numbers: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns those of a client's ``numbers`` whose results count, and those whose part, result or forward is of no
-        use."""
+        use; of more than ``2 * MAX_KEPT``, the lowest."""
         ...
 
     def there(self, client: PeerId, parts: Collection[int], doubted_at: float) -> None:
@@ -97,11 +97,11 @@ class Desk(Protocol):
 @dataclass
 class _Client:
     """``heard_s``: time of the last call, by the loop's clock; ``served``: number of the last answer; ``calls``: number
-    of calls; ``ready``: version of the weights that the client works with; ``unable``: consecutive parts not computed;
-    ``results``: numbers of results that came since the last call; ``told``: of those, which it heard of with another
-    part; ``hurry``: the call is to be answered at once;
-    ``doubted_at``: when the client's silence was noticed; None: it is heard; ``doubted_after``: number of the last
-    answer before that; ``news``: set when an answer may be different."""
+    of calls; ``ready``: version of the weights that the client works with; ``unable``: consecutive parts not computed in
+    time; ``results``: numbers of results that came since the last call; ``told``: of those, which it heard of with
+    another part; ``hurry``: the call is to be answered at once; ``doubted_at``: when the client's silence was noticed;
+    None: it is heard; ``doubted_after``: number of the last answer before that; ``news``: set when an answer may be
+    different."""
 
     name: str
     session: int
@@ -308,7 +308,9 @@ class Clients:
 
     def did_part(self, worker: PeerId) -> None:
         """A client, or the server itself, computed a part that counts."""
-        self._tally.done(self._clients[worker].name if worker in self._clients else None)
+        if (known := self._clients.get(worker)) is not None:
+            known.unable = 0
+        self._tally.done(None if known is None else known.name)
 
     @property
     def version(self) -> int:
@@ -319,12 +321,20 @@ class Clients:
         """A step is applied."""
         self._emit(self._tally.worked(step, self.desk.stage))
 
+    def _unable(self, client: PeerId, known: _Client) -> None:
+        """``client`` did not compute a part in time: that is a lapse if no result has counted since the last one. (An
+        honest one may be late before its speed is known.)"""
+        known.unable += 1
+        if known.unable > 1:
+            self.lapsed(client)
+
     def late(self, clients: tuple[PeerId, ...]) -> None:
         """``clients`` take unusually long: other workers may repeat their parts."""
         for client in clients:
-            if client in self._clients:
-                self._tally.count(self._clients[client].name, "late")
-                self._emit(ClientLate(peer_id=client, name=self._clients[client].name))
+            if (known := self._clients.get(client)) is not None:
+                self._tally.count(known.name, "late")
+                self._emit(ClientLate(peer_id=client, name=known.name))
+                self._unable(client, known)
 
     def _on_lost(self, peer: PeerId, channel: Channel) -> None:
         """A stream with ``peer`` ended: frames may be lost, or the client is gone."""
@@ -395,14 +405,15 @@ class Clients:
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         message = Result.parse(frame)
-        if (client := self._clients.get(sender)) is None:
-            return  # the client was lost while the frame came
+        client = self._clients.get(sender)
+        if client is None or self.desk.pool.part(sender, message.number) is None:
+            return  # the client was lost, or the part taken back, while the frame came
         client.results.add(message.number)
         if not message.problem:
-            client.unable = 0
             await self.desk.on_result(sender, message, frame.tensors[0] if frame.tensors else None)
         else:
-            client.unable += 1
+            if self.desk.pool.wants_back(sender, message.number):
+                self._unable(sender, client)
             if client.unable > MAX_UNABLE:
                 return self.desk.lose(sender, f"it computes nothing: {message.problem[:200]}")
             self.desk.on_unable(sender, message.number)

@@ -18,6 +18,7 @@ from muletrain.runtime.pool.accumulators import Accumulators
 from muletrain.runtime.pool.calls import Calls
 from muletrain.runtime.pool.checks import Checks, checked_sketches
 from muletrain.runtime.pool.clients import Clients
+from muletrain.runtime.pool.messages import MAX_KEPT
 from muletrain.runtime.pool.parts import KeptPart, Parts, computed_part, given_message
 from muletrain.wire.codec import Encoded, decode, encode
 
@@ -214,7 +215,8 @@ class PartsDesk:
         """Give a part to a client, with the ``verdicts`` on its earlier ones."""
         kept, generation = await self._prepared(given.part), self.accumulators.generation(given.part.step)
         if kept is None:
-            return self.pool.failed(worker, given.number, self._clock.now())
+            self.pool.failed(worker, given.number, self._clock.now())
+            return
         here, whole = kept.forward_at == worker, self.plan.sequences
         message, tensors = given_message(given, kept, here, generation, whole, verdicts, accumulate=accumulate)
         try:
@@ -234,7 +236,8 @@ class PartsDesk:
             seed = self.clients.digest(part.step)
             loss, values, found = await computed_part(self.inner, mb, part, kept, seed, accumulate=accumulate)
         except (MuletrainError, KeyError) as e:  # KeyError: the microbatch was given up, and its forward dropped
-            self.pool.failed(OWN, given.number, self._clock.now())
+            if self.pool.failed(OWN, given.number, self._clock.now()):
+                raise  # nobody else may be left to compute it, so this server ends
             if part.what is Pass.CHECK:
                 self.pool.drop_parts([part])
             if (call := self.calls.of(part)) is not None:
@@ -375,7 +378,8 @@ class PartsDesk:
         asks."""
         ledger, kept = self._parts.holders().get(client, set()), self._parts.forwards_at(client)
         settled = {n for n in numbers if not self.pool.wants_back(client, n)}
-        return tuple(sorted(settled & ledger)), tuple(sorted(settled - ledger - kept))
+        most = 2 * MAX_KEPT  # the client asks about the rest again
+        return tuple(sorted(settled & ledger)[:most]), tuple(sorted(settled - ledger - kept)[:most])
 
     def doubt(self, client: PeerId) -> None:
         """Other workers may do the parts of ``client`` until it calls again; its accumulated gradients are not lost

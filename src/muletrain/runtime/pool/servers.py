@@ -83,6 +83,8 @@ class StageServers:
     def __init__(self, net: Network, clock: Clock, tasks: Tasks, known: tuple[PeerId, ...], asks: Next) -> None:
         self._net, self._clock, self._tasks = net, clock, tasks
         self.known, self._asks = known, asks
+        self.over: set[PeerId] = set()
+        """Servers that have said that the run is over, and are asked no more."""
         self._answers = Deadline(unmeasured_s=CALL_S, floor_s=CALL_FLOOR_S)
         self._compared_at = clock.now()
         self._draw = random.Random(net.peer_id)
@@ -93,7 +95,7 @@ class StageServers:
     async def states(self, *, but: PeerId | None = None, most: int | None = None) -> dict[PeerId, Answer]:
         """Returns the states of the servers that answer about as soon as the first (without ``but``; ``most``: size of
         a random sample)."""
-        others = [s for s in self.known if s != but]
+        others = [s for s in self.known if s != but and s not in self.over]
         if most is not None:
             others = self._draw.sample(others, min(most, len(others)))
         asked = {s: self._tasks.spawn(self._state_of(s), "state of a server") for s in others}
