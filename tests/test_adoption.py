@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from muletrain.events import CheckpointWritten, StageEmpty, StateKept, SteppedBa
 from muletrain.policy.assignment import Load, View
 from muletrain.policy.checkpoints import keepers, newest_complete
 from muletrain.runs.view import RunView
+from muletrain.runtime.checkpoint.store import Folder, Key
 from muletrain.runtime.core.branches import branch_of, branched, count_of, hashed
 from muletrain.runtime.recovery.messages import StepBack
 from muletrain.strategies.swarm import SWARM
@@ -40,6 +42,20 @@ def test_the_newest_checkpoint_of_which_all_parts_can_be_had_is_gone_back_to() -
     assert newest_complete({"b": both["b"]}, 2, limit=30) is None
     other = {"a": parts((NEW, 0)), "b": parts(((20, b"o" * 32), 1))}
     assert newest_complete(other, 2, limit=30) is None, "parts of two histories are no checkpoint"
+
+
+def test_a_checkpoint_of_which_a_part_could_not_be_had_comes_last_and_one_that_two_can_read_first() -> None:
+    both = {"a": parts((OLD, 0), (OLD, 1), (NEW, 0), (NEW, 1)), "b": parts((OLD, 0), (OLD, 1))}
+    bad = {**both, "a": {**both["a"], (NEW, 1): b"!" * 32}}
+    assert newest_complete(bad, 2, limit=30) == (NEW, (bytes(32), b"!" * 32))
+    assert newest_complete(bad, 2, limit=30, missed={b"!" * 32}) == (OLD, (bytes(32), b"\1" * 32))
+    assert newest_complete({"a": parts((NEW, 0))}, 1, limit=30, missed={bytes(32)}) == (NEW, (bytes(32),)), (
+        "none better"
+    )
+    invented = {**both, "c": {((25, b"?" * 32), stage): b"?" * 32 for stage in range(2)}}
+    assert newest_complete(invented, 2, limit=30, missed={b"!" * 32}) == (OLD, (bytes(32), b"\1" * 32))
+    wrong = {"_": {(OLD, 0): b"!" * 32}, **both, "c": both["b"]}
+    assert newest_complete(wrong, 2, limit=19) == (OLD, (bytes(32), b"\1" * 32)), "what most say"
 
 
 def test_the_stage_with_most_to_spare_gives_a_peer_and_never_its_last() -> None:
@@ -125,6 +141,21 @@ def test_a_run_whose_stage_lost_all_peers_steps_back_and_ends_with_the_same_numb
     assert set(outcome.ends.values()) == {"finished"}
     assert outcome.of(SteppedBack)
     assert bool(outcome.of(StageEmpty)) == (scenario.seed == 104)
+
+
+def test_a_part_that_no_disk_gives_costs_a_checkpoint_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peers ended, and each further rollback chose the same checkpoint: its manifest names the part."""
+    right = Folder.read_part
+
+    def read_part(self: Folder, key: Key, stage: int) -> bytes:
+        if (key.step, stage) == (3, 0):
+            raise OSError(errno.EIO, "Input/output error")
+        return right(self, key, stage)
+
+    monkeypatch.setattr(Folder, "read_part", read_part)
+    outcome = play(Scenario(101, (2, 1, 2), 2, 8, 6, 0.01, (Fault(5.0, "kill", ("peer-1a",)),), keep=3, **QUICK))
+    assert set(outcome.ends.values()) == {"finished"}
+    assert {e.to for e in outcome.of(SteppedBack)} == {3, 2}
 
 
 @pytest.mark.parametrize("stages", [(1, 2), (2, 2), (1, 1, 2)])

@@ -68,6 +68,8 @@ class Book:
     """Parts in the place, also of incomplete checkpoints. Used only in the event loop's thread."""
     complete: dict[Key, dict[int, PartFacts]] = field(default_factory=dict)
     """The complete checkpoints at the last read of the place."""
+    missed: set[bytes] = field(default_factory=set)
+    """Digests of the parts that this peer could get from nowhere when it began anew, whatever manifests say."""
 
 
 class Roles:
@@ -142,6 +144,7 @@ class PartReplicas:
 
     def __init__(self, ctx: Context, roles: Roles, book: Book) -> None:
         self._ctx, self._roles, self._book, self._place = ctx, roles, book, book.place
+        self.missed = book.missed
         self._tidied = False
         self._looking: asyncio.Task[dict[Key, dict[int, PartFacts]]] | None = None
 

@@ -49,7 +49,8 @@ class StepBack(Message):
 class StandsAt(Header):
     """A peer's place in the run's history. ``targets``: other stages that the peer has room for; ``reaches``: stages of
     which the peer reaches a member. ``parts``: step, lineage, stage and digest of the parts of checkpoints that the peer
-    can read. ``began``: the rollback that began the peer's branch, if known."""
+    can read; ``missed``: digests of those that it could get from nowhere. ``began``: the rollback that began the peer's
+    branch, if known."""
 
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)]
     step: Natural
@@ -58,6 +59,7 @@ class StandsAt(Header):
     targets: Annotated[tuple[Natural, ...], Field(max_length=4096)]
     reaches: Annotated[tuple[Natural, ...], Field(max_length=4096)] = ()
     parts: Annotated[tuple[tuple[Natural, Digest, Natural, Digest], ...], Field(max_length=MAX_PARTS)]
+    missed: Annotated[tuple[Digest, ...], Field(max_length=4096)] = ()
     began: StepBack | None = None
 
     @property

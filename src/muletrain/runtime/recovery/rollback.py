@@ -128,7 +128,8 @@ class Rollback:
         served = {*(s.stage for s in here.values()), *moves.values()}
         missing = tuple(s for s in range(ctx.plan.stages) if s not in served)
         readable = {p: s.readable() for p, s in here.items()}
-        found = newest_complete(readable, ctx.plan.stages, max(s.step for s in here.values()))
+        missed = {digest for s in here.values() for digest in s.missed}
+        found = newest_complete(readable, ctx.plan.stages, max(s.step for s in here.values()), missed)
         if found is None and ctx.plan.from_seed:
             found = (0, bytes(32)), ()
         if missing or found is None:
@@ -174,10 +175,12 @@ class Rollback:
     async def _stands_at(self) -> StandsAt:
         """Returns our place in the run's history: on the way to another branch, the place on that branch."""
         ctx, at, state, stage = self._ctx, self._where(), self._position.life.state, self._ctx.roster.own.stage
-        began = self._began_with()
+        began, missed = self._began_with(), self._replicas.missed
         if self.ordered.done() and (back := self.ordered.result()) is not None:
             at, state, began = Key(back.step, back.lineage), State.ROLLED_BACK, back
             stage = dict(back.moves).get(ctx.net.peer_id, stage)
+        elif state is State.ROLLED_BACK and began is not None and began.parts and began.parts[stage] in missed:
+            state = State.RECOVERING  # only a replica, or another checkpoint, can help
         parts = [
             (*key, s, facts.digest)
             for key, parts in sorted((await self._replicas.readable_soon()).items(), reverse=True)
@@ -192,6 +195,7 @@ class Rollback:
             targets=tuple(s for s in every if s != stage and self._machine.fits(s)),
             reaches=tuple(s for s in every if s not in unserved),
             parts=tuple(parts[:MAX_PARTS]),
+            missed=tuple(sorted(missed)[:MAX_PARTS]),
             began=began,
         )
 
