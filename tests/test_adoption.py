@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from muletrain.errors import ProtocolError
+from muletrain.errors import NetworkError, ProtocolError
 from muletrain.events import CheckpointWritten, StageEmpty, StateKept, SteppedBack
 from muletrain.policy.assignment import Load, View
 from muletrain.policy.checkpoints import keepers, newest_complete
 from muletrain.runs.view import RunView
 from muletrain.runtime.checkpoint.store import Folder, Key
 from muletrain.runtime.core.branches import branch_of, branched, count_of, hashed
+from muletrain.runtime.peer.messages import Finished
+from muletrain.runtime.peer.service import Service
 from muletrain.runtime.recovery.messages import StepBack
 from muletrain.strategies.swarm import SWARM
+from proofs.hub_lies import LyingClient
 from proofs.play import play
-from proofs.scenario import Fault, Scenario
+from proofs.scenario import FOR_EVER_S, Fault, Scenario
 from proofs.verdict import readable
 from tests import planted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from muletrain.network.base import Network
+    from muletrain.runtime.peer.peer import Peer
+    from muletrain.runtime.pool.messages import Give
+    from muletrain.wire.codec import Encoded
 
 
 pytestmark = pytest.mark.timeout(800)
@@ -198,6 +208,48 @@ def test_when_the_collector_dies_the_run_ends_with_a_checkpoint() -> None:
         assert outcome.virtual_s < 60
         assert outcome.of(CheckpointWritten, step=3)
         assert not outcome.of(CheckpointWritten, "peer-0a", step=3)
+
+
+@pytest.mark.parametrize("liar", ["client-0a", "peer-1b"])
+def test_who_says_early_that_the_run_has_ended_costs_it_no_checkpoint(
+    liar: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the collector died, all believed what they had heard in the first step, and deleted the parts."""
+    right, said = Service.run, LyingClient._do
+
+    async def lie(net: Network) -> None:
+        await asyncio.sleep(0.5)
+        for peer in ("peer-0b", "peer-1a"):
+            with contextlib.suppress(NetworkError):
+                await net.call(peer, Finished.KIND, Finished(written=True).pack(), timeout_s=5.0)
+
+    async def run(self: Service) -> bool:
+        make = self._make
+
+        async def made(joining: bool, back: StepBack | None) -> Peer:
+            peer = await make(joining, back)
+            if peer.roster.own.id == liar:
+                peer._ctx.spawn(lie(peer._ctx.net), "lies")
+            return peer
+
+        self._make = made
+        return await right(self)
+
+    async def do(self: LyingClient, message: Give, tensors: list[Encoded], session: int) -> None:
+        if liar == "client-0a" and not heard:
+            heard.append(True)
+            await lie(self._net)
+        await said(self, message, tensors, session)
+
+    heard = list[bool]()
+    monkeypatch.setattr(Service, "run", run)
+    monkeypatch.setattr(LyingClient, "_do", do)
+    faults = (Fault(0.0, "lie", ("client-0a",), FOR_EVER_S, how="nothing"), Fault(1.0, "kill", ("peer-0a",)))
+    clients = tuple(f"client-{stage}{letter}" for stage in (0, 1) for letter in "ab")
+    world = Scenario(1, (2, 2), 2, 6, 6, 0.01, faults, clients=clients, sequences=4, apart=True, disk_s=3.0)
+    outcome = play(world)
+    assert outcome.of(CheckpointWritten, step=6)
+    assert outcome.virtual_s < 60
 
 
 @pytest.mark.parametrize("plant", [planted.without_moments, planted.the_beginning_is_near_enough])
