@@ -15,11 +15,12 @@ from muletrain.events import CheckpointWritten, StageEmpty, StateKept, SteppedBa
 from muletrain.policy.assignment import Load, View
 from muletrain.policy.checkpoints import keepers, newest_complete
 from muletrain.runs.view import RunView
-from muletrain.runtime.checkpoint.store import Folder, Key
+from muletrain.runtime.checkpoint.store import Folder, Key, PartFacts
 from muletrain.runtime.core.branches import branch_of, branched, count_of, hashed
 from muletrain.runtime.peer.messages import Finished
 from muletrain.runtime.peer.service import Service
-from muletrain.runtime.recovery.messages import StepBack
+from muletrain.runtime.recovery.messages import AskStanding, StandsAt, StepBack
+from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.strategies.swarm import SWARM
 from proofs.hub_lies import LyingClient
 from proofs.play import play
@@ -208,6 +209,39 @@ def test_when_the_collector_dies_the_run_ends_with_a_checkpoint() -> None:
         assert outcome.virtual_s < 60
         assert outcome.of(CheckpointWritten, step=3)
         assert not outcome.of(CheckpointWritten, "peer-0a", step=3)
+
+
+@pytest.mark.parametrize("how", ["here", "near", "far", "stages"])
+def test_parts_that_one_member_makes_up_do_not_end_a_run_whose_stage_was_lost(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody had the parts, and all ended; or no checkpoint seemed whole."""
+    right = Rollback._on_standing
+
+    async def lie(self: Rollback, sender: str, ask: AskStanding) -> StandsAt:
+        stands = await right(self, sender, ask)
+        if self._ctx.net.peer_id != "peer-2b":
+            return stands
+        if how == "stages":
+            return stands.model_copy(
+                update={"parts": (*stands.parts, *((s, at, 9, d) for s, at, _, d in stands.parts))}
+            )
+        step = {"here": 2, "near": 4, "far": 1 << 40}[how]
+        parts = tuple((step, b"x" * 32, stage, bytes([stage]) * 32) for stage in range(3))
+        return stands.model_copy(update={"parts": parts, "step": step})
+
+    monkeypatch.setattr(Rollback, "_on_standing", lie)
+    outcome = play(Scenario(101, (2, 1, 2), 2, 6, 6, 0.01, (Fault(2.6, "kill", ("peer-1a",)),), apart=True, **QUICK))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert {e.to for e in outcome.of(SteppedBack)} == ({2, 1} if how == "here" else {1})
+
+
+def test_a_checkpoint_of_a_model_that_was_cut_otherwise_is_not_gone_back_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, four = Folder.complete, {stage: PartFacts(1, bytes([stage]) * 32) for stage in range(4)}
+    monkeypatch.setattr(Folder, "complete", lambda self: {**right(self), Key(1, b"\xff" * 32): four})
+    outcome = play(Scenario(101, (2, 1, 2), 2, 4, 6, 0.01, (Fault(1.6, "kill", ("peer-1a",)),), **QUICK))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert len(outcome.of(SteppedBack)) == 4, "once"
 
 
 @pytest.mark.parametrize("liar", ["client-0a", "peer-1b"])

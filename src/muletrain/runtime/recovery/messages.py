@@ -66,6 +66,12 @@ class StandsAt(Header):
     def has_state(self) -> bool:
         return Lifecycle(self.state).has_state
 
+    def check(self, stages: int, steps: int) -> None:
+        """Raises ProtocolError for a place that the run does not have."""
+        named = {self.stage, *self.targets, *self.reaches, *(stage for *_, stage, _ in self.parts)}
+        if not named <= set(range(stages)) or self.step > steps:
+            raise ProtocolError("a place in stages or steps that the run does not have")
+
     def load(self) -> Load:
         return Load(self.stage, targets=frozenset(self.targets), parts=frozenset(stage for *_, stage, _ in self.parts))
 

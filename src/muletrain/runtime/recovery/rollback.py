@@ -77,6 +77,7 @@ class Rollback:
         ctx, since, since_trainer, trainers = self._ctx, dict[int, float](), math.inf, 0
         while True:
             await ctx.clock.sleep(LOOK_S)
+            self._replicas.reached(self._position.step)
             now, before, trainers = ctx.clock.now(), trainers, len(ctx.roster.trainers())
             since = {s: since.get(s, now) for s in self.without_peers()}
             since_trainer = math.inf if trainers else min(since_trainer, now)
@@ -129,7 +130,10 @@ class Rollback:
         missing = tuple(s for s in range(ctx.plan.stages) if s not in served)
         readable = {p: s.readable() for p, s in here.items()}
         missed = {digest for s in here.values() for digest in s.missed}
-        found = newest_complete(readable, ctx.plan.stages, max(s.step for s in here.values()), missed)
+        steps = sorted(s.step for s in here.values())
+        # one alone may be a step ahead, or lie; and a false rollback may have led all to an early step
+        limit = max(self._replicas.reached(at.step), min(steps[-1], steps[-2:][0] + 1))
+        found = newest_complete(readable, ctx.plan.stages, limit, missed)
         if found is None and ctx.plan.from_seed:
             found = (0, bytes(32)), ()
         if missing or found is None:
@@ -165,7 +169,9 @@ class Rollback:
     async def _ask(self, peer: PeerId) -> StandsAt | None:
         timeout_s = self._ctx.detector.deadline.seconds(1)
         try:
-            return await AskStanding().ask(self._ctx.net, peer, timeout_s=timeout_s)
+            stands = await AskStanding().ask(self._ctx.net, peer, timeout_s=timeout_s)
+            stands.check(self._ctx.plan.stages, self._ctx.plan.steps)
+            return stands
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))
         except NetworkError:
@@ -181,12 +187,13 @@ class Rollback:
             stage = dict(back.moves).get(ctx.net.peer_id, stage)
         elif state is State.ROLLED_BACK and began is not None and began.parts and began.parts[stage] in missed:
             state = State.RECOVERING  # only a replica, or another checkpoint, can help
+        every, unserved = range(ctx.plan.stages), self.without_peers()
         parts = [
             (*key, s, facts.digest)
             for key, parts in sorted((await self._replicas.readable_soon()).items(), reverse=True)
             for s, facts in parts.items()
+            if max(parts) in every  # else the model was cut otherwise
         ]
-        every, unserved = range(ctx.plan.stages), self.without_peers()
         return StandsAt(
             branch=branch_of(at.lineage),
             step=at.step,
