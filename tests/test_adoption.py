@@ -16,8 +16,9 @@ from muletrain.policy.assignment import Load, View
 from muletrain.policy.checkpoints import keepers, newest_complete
 from muletrain.runs.view import RunView
 from muletrain.runtime.checkpoint.store import Folder, Key, PartFacts
-from muletrain.runtime.core.branches import branch_of, branched, count_of, hashed
-from muletrain.runtime.peer.messages import Finished
+from muletrain.runtime.core.branches import COUNT, branch_of, branched, count_of, hashed
+from muletrain.runtime.core.lifecycle import State
+from muletrain.runtime.peer.messages import Finished, Presence
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.recovery.messages import AskStanding, StandsAt, StepBack
 from muletrain.runtime.recovery.rollback import Rollback
@@ -115,7 +116,7 @@ def test_whichever_stage_is_lost_a_copy_of_each_part_is_left() -> None:
 def test_a_branch_is_part_of_every_lineage_on_it_and_a_step_back_is_what_its_lineage_says() -> None:
     at = {"count": 1, "step": OLD[0], "base": OLD[1], "lost": (1,)}
     order = StepBack(**at, parts=(bytes(32), bytes(32)), moves=(("a", 1),))
-    order.check(stages=2, steps=100)
+    order.check(2, 100, 0, from_seed=False)
     assert count_of(order.lineage) == 1
     assert branch_of(hashed(branch_of(order.lineage), b"record")) == branch_of(order.lineage) > bytes(8)
     assert branch_of(branched(2, b"x")) > branch_of(branched(1, b"y"))
@@ -123,7 +124,14 @@ def test_a_branch_is_part_of_every_lineage_on_it_and_a_step_back_is_what_its_lin
         assert order.model_copy(update=other).lineage != order.lineage
     for wrong in (order, StepBack(**at, parts=(), moves=(("a", 7),))):
         with pytest.raises(ProtocolError, match="stages or steps that the run does not have"):
-            wrong.check(stages=3, steps=100)
+            wrong.check(3, 100, 0, from_seed=True)
+    beginning = StepBack(**{**at, "step": 0}, parts=(), moves=())
+    beginning.check(2, 100, 0, from_seed=True)
+    for wrong in (beginning, order.model_copy(update={"parts": ()}), order.model_copy(update={"step": 101})):
+        with pytest.raises(ProtocolError, match="stages or steps that the run does not have"):
+            wrong.check(2, 100, 0, from_seed=False)
+    with pytest.raises(ProtocolError, match="rollback 2000 of a run that has had 5"):
+        order.model_copy(update={"count": 2000}).check(2, 100, 5, from_seed=False)
 
 
 def test_people_are_told_once() -> None:
@@ -234,6 +242,77 @@ def test_parts_that_one_member_makes_up_do_not_end_a_run_whose_stage_was_lost(
     outcome = play(Scenario(101, (2, 1, 2), 2, 6, 6, 0.01, (Fault(2.6, "kill", ("peer-1a",)),), apart=True, **QUICK))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert {e.to for e in outcome.of(SteppedBack)} == ({2, 1} if how == "here" else {1})
+
+
+@pytest.mark.parametrize("how", ["order", "early", "last"])
+def test_a_rollback_that_one_member_makes_up_while_a_stage_is_away_does_not_end_the_run(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All obeyed, and had no state left that anyone could load. No rollback could follow one with the last number."""
+    right, standing, branch = Rollback.watch, Rollback._on_standing, bytes(7) + b"\x09"
+    parts = tuple(bytes([stage]) * 32 for stage in range(3))
+    count, step = 256**COUNT - 1 if how == "last" else 1, 0 if how == "early" else 2
+    order = StepBack(count=count, step=step, base=b"x" * 32, parts=parts, moves=(), lost=(1,))
+
+    async def forge(self: Rollback) -> None:
+        ctx = self._ctx
+        while 1 not in self.without_peers():
+            await ctx.clock.sleep(0.5)
+        if how == "branch":
+            return await ctx.tell(ctx.roster.everyone(), Presence(lineage=branch + b"x" * 24, step=2))
+        await asyncio.gather(*(self._tell(p, order) for p in ctx.roster.everyone()))
+
+    async def watch(self: Rollback) -> None:
+        if self._ctx.net.peer_id == "peer-2b" and not forged:
+            forged.append(self._ctx.spawn(forge(self), "lies"))
+        await right(self)
+
+    async def stands(self: Rollback, sender: str, ask: AskStanding) -> StandsAt:
+        found = await standing(self, sender, ask)
+        if (self._ctx.net.peer_id, how) != ("peer-2b", "branch"):
+            return found
+        its = self._ctx.roster.member(sender).stage
+        return found.model_copy(update={"branch": branch, "stage": its, "state": State.TRAINING})
+
+    forged = list[Any]()
+    monkeypatch.setattr(Rollback, "watch", watch)
+    monkeypatch.setattr(Rollback, "_on_standing", stands)
+    cut = Fault(2.6, "cut", ("peer-1a",), 12.0)
+    outcome = play(Scenario(101, (2, 1, 2), 2, 6, 6, 0.01, (cut,), apart=True, checkpoint_every=1))
+    assert set(outcome.ends.values()) == {"finished"}
+    back = {e.to for e in outcome.of(SteppedBack)}
+    assert back == {"order": {2, 1}, "early": {0, 1}}.get(how, set())
+
+
+def test_nobody_obeys_one_that_is_not_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of the hub has the ticket, and no more."""
+    parts = tuple(bytes([stage]) * 32 for stage in range(2))
+    order = StepBack(count=1, step=1, base=b"x" * 32, parts=parts, moves=(), lost=(1,))
+    run = LyingClient._call
+    told = list[str]()
+
+    async def forge(net: Network) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            for peer in ("peer-0a", "peer-0b"):
+                with contextlib.suppress(NetworkError):
+                    await net.call(peer, StepBack.KIND, order.pack(), timeout_s=5.0)
+                    told.append(peer)
+
+    async def lie(self: LyingClient, session: int) -> None:
+        lies = self._tasks.spawn(forge(self._net), "lies")
+        try:
+            await run(self, session)
+        finally:
+            lies.cancel()
+
+    monkeypatch.setattr(LyingClient, "_call", lie)
+    faults = (Fault(0.0, "lie", ("client-0a",), FOR_EVER_S, how="nothing"), Fault(3.0, "cut", ("peer-1a",), 8.0))
+    world = Scenario(1, (2, 1), 2, 6, 6, 0.01, faults, clients=("client-0a",), sequences=4, checkpoint_every=1)
+    outcome = play(world)
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert told
+    assert not outcome.of(SteppedBack)
 
 
 def test_a_checkpoint_of_a_model_that_was_cut_otherwise_is_not_gone_back_to(monkeypatch: pytest.MonkeyPatch) -> None:

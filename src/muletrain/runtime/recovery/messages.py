@@ -16,6 +16,8 @@ from muletrain.runtime.core.messages import Call, Digest, Header, Id, Message, N
 
 MAX_PARTS = 1 << 12
 """Most parts of checkpoints that a peer names."""
+MAX_MISSED = 1 << 10
+"""Most rollbacks that a peer may have missed: a lie must not use up the numbers that the run still needs."""
 
 
 class StepBack(Message):
@@ -39,11 +41,14 @@ class StepBack(Message):
     def key(self) -> Key:
         return Key(self.step, self.base)
 
-    def check(self, stages: int, steps: int) -> None:
-        """Raises ProtocolError for an order that no correct peer gives."""
-        named = {*dict(self.moves).values(), *self.lost}
-        if not named <= set(range(stages)) or len(self.parts) not in (0, stages) or self.step > steps:
+    def check(self, stages: int, steps: int, count: int, *, from_seed: bool) -> None:
+        """Raises ProtocolError for an order that no correct peer gives, after ``count`` rollbacks. ``from_seed``: can the
+        run go back to the beginning without a checkpoint?"""
+        named, begins = {*dict(self.moves).values(), *self.lost}, from_seed and not (self.parts or self.step)
+        if not named <= set(range(stages)) or not (begins or len(self.parts) == stages) or self.step > steps:
             raise ProtocolError("a rollback to stages or steps that the run does not have")
+        if self.count > count + MAX_MISSED:
+            raise ProtocolError(f"rollback {self.count} of a run that has had {count}")
 
 
 class StandsAt(Header):

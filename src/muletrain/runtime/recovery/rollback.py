@@ -226,7 +226,7 @@ class Rollback:
     def _consider(self, peer: PeerId, order: StepBack | None) -> None:
         """``peer`` is on a later branch, which began with ``order``, if known."""
         ctx, seldom = self._ctx, self._hears if order is None else self._takes_orders
-        busy = self._learning or self.ordered.done() or ctx.tasks.closed
+        busy = self._learning or self.ordered.done() or ctx.tasks.closed or not ctx.roster.knows(peer)
         if not busy and seldom.due(peer, ctx.clock.now()):  # each time all peers are asked
             self._learning = True
             ctx.spawn(self._learn(peer, order), "learn of a step back")
@@ -268,8 +268,8 @@ class Rollback:
     def _check(self, order: StepBack) -> None:
         """Raises ProtocolError for an order that no correct peer gives: peers announce the stages that they have room
         for."""
-        order.check(self._ctx.plan.stages, self._ctx.plan.steps)
-        own = self._ctx.roster.own
+        plan, own = self._ctx.plan, self._ctx.roster.own
+        order.check(plan.stages, plan.steps, count_of(self._where().lineage), from_seed=plan.from_seed)
         stage = dict(order.moves).get(own.id, own.stage)
         if stage != own.stage and not self._machine.fits(stage):
             raise ProtocolError(
