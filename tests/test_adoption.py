@@ -244,7 +244,7 @@ def test_parts_that_one_member_makes_up_do_not_end_a_run_whose_stage_was_lost(
     assert {e.to for e in outcome.of(SteppedBack)} == ({2, 1} if how == "here" else {1})
 
 
-@pytest.mark.parametrize("how", ["order", "early", "last"])
+@pytest.mark.parametrize("how", ["order", "early", "last", "branch"])
 def test_a_rollback_that_one_member_makes_up_while_a_stage_is_away_does_not_end_the_run(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

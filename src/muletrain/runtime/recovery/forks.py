@@ -26,6 +26,7 @@ from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import ForkKept, LineageLeft
 from muletrain.policy.fork_choice import forked_at, gives_way
 from muletrain.policy.recent import Recent, Seldom
+from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.times import AGAIN_S, LOOK_S
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
@@ -134,6 +135,10 @@ class Forks:
             return False
         self.met(peer, own.step)
         return True
+
+    async def offered(self, replicas: list[PeerId], branch: bytes) -> bool:
+        """Does one of ``replicas`` offer its state, on a later branch than ``branch``?"""
+        return await self._receiver.has_donor(lambda offer: branch_of(offer.lineage) > branch, replicas)
 
     async def _stay(self, own: Chain, other: Chain, *, stalled: bool, promise: bool) -> dict[PeerId, Stay] | None:
         """Returns the peers of ``other`` if the history ``other`` stays, not ``own``."""

@@ -232,8 +232,8 @@ class Rollback:
             ctx.spawn(self._learn(peer, order), "learn of a step back")
 
     async def _learn(self, peer: PeerId, order: StepBack | None) -> None:
-        """Learn from ``peer``, or from any informed peer, how the branch began. If no peer knows, replicas on the
-        branch serve as well; without replicas, a damaged or forged frame must not make us give up our work."""
+        """Learn from ``peer``, or from any informed peer, how the branch began. If no peer knows, a replica's state on
+        the branch serves as well; without one, a damaged or forged frame must not make us give up our work."""
         ctx = self._ctx
         try:
             if self._position.life.has_state and await self._forks.goes_on(peer):
@@ -250,9 +250,9 @@ class Rollback:
                         self._obey(stands.began)
                 except ProtocolError as e:
                     ctx.refused(known, str(e))
-            own, stage = branch_of(self._where().lineage), ctx.roster.own.stage
-            serve = [s for s in there.values() if s.has_state or s.state is State.ROLLED_BACK]
-            if any(s.branch > own and s.stage == stage for s in serve) and not self.ordered.done():
+            own = branch_of(self._where().lineage)
+            serve = [p for p, s in there.items() if s.branch > own and p in ctx.roster.replicas()]
+            if serve and await self._forks.offered(serve, own) and not self.ordered.done():
                 self.ordered.set_result(None)
         finally:
             self._learning = False
