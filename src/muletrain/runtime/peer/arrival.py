@@ -88,12 +88,11 @@ class Arrival:
                 await ctx.compute.load_state(await self._exchange.base(back.key, digest))
                 break
             except MuletrainError as e:  # the part's holders may be beginning anew, too
-                if attempt % 2 and await self._receiver.has_donor(acceptable):
+                took_s = ctx.clock.now() - begun
+                hopeless = took_s > ctx.plan.adopt_after_s + JOIN_S
+                if hopeless or (attempt % 2 and await self._receiver.has_donor(acceptable)):
                     ctx.emit(StateMissed(reason=str(e)))
                     return await self._take_state(acceptable)
-                took_s = ctx.clock.now() - begun
-                if took_s > ctx.plan.adopt_after_s + JOIN_S:
-                    raise
                 if attempt and took_s > GONE_S and digest not in self._missed:
                     ctx.emit(StateMissed(reason=str(e)))
                     self._missed.add(digest)
