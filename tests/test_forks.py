@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muletrain.errors import NetworkError
 from muletrain.events import LineageLeft, StateKept, StateMissed, StepApplied, SteppedBack
 from muletrain.policy.fork_choice import LEAD, Chain, forked_at, gives_way
 from muletrain.runtime.core.messages import Message
+from muletrain.runtime.core.times import AGAIN_S
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.roster import Roster
 from muletrain.runtime.members.row import Statements
 from muletrain.runtime.microbatch.position import Behind, Position
 from muletrain.runtime.peer.peer import Peer
-from muletrain.runtime.recovery.forks import Forks
+from muletrain.runtime.recovery.forks import STAY, Forks
+from muletrain.runtime.recovery.messages import AskStay, History
 from muletrain.runtime.step.exchange import Exchange
+from muletrain.runtime.transfer.donor import Receiver
 from proofs.play import play
 from proofs.scenario import FOR_EVER_S, Fault, Scenario, planned
 from proofs.verdict import Outcome, readable
@@ -80,6 +86,39 @@ def test_both_sides_go_on_and_end_in_one_lineage(kind: str, for_s: float) -> Non
     assert max(left.values()) < at_s + for_s + 3.0
     assert len(set(outcome.lineages.values())) == 1
     assert set(outcome.ends.values()) == {"finished"}
+
+
+def test_a_member_that_asks_for_promises_again_and_again_keeps_no_two_histories_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer that has promised to stay goes over to nobody: both sides trained to the end."""
+    right = Forks.__init__
+
+    def lies(self: Forks, ctx: Context, position: Position, receiver: Receiver) -> None:
+        right(self, ctx, position, receiver)
+
+        async def ask(peer: str) -> None:
+            with contextlib.suppress(NetworkError):
+                answer = await ctx.net.call(peer, History.KIND, History.of(position.chain).pack(), timeout_s=5.0)
+                chain = History.unpack(answer).chain
+                question = AskStay(step=chain.step, lineage=chain.lineages[-1], promise=True)
+                await question.ask(ctx.net, peer, timeout_s=5.0)
+
+        async def ask_all() -> None:
+            while True:
+                await ctx.clock.sleep(0.5)
+                for peer in ctx.roster.everyone():
+                    ctx.spawn(ask(peer), "asks")
+
+        if ctx.net.peer_id == "peer-1a":
+            ctx.spawn(ask_all(), "lies")
+
+    monkeypatch.setattr(Forks, "__init__", lies)
+    outcome = partitioned(1.5, 3.0, steps=28)
+    assert all("two lineages" in why for why in outcome.violations), "\n".join(readable(outcome))
+    assert went_over(outcome).keys() == {"peer-0b", "peer-1b"}
+    assert max(went_over(outcome).values()) < 1.5 + 3.0 + STAY * AGAIN_S
+    assert len(set(outcome.lineages.values())) == 1
 
 
 ALIKE = {

@@ -6,10 +6,11 @@ The decision is a pure function of the reports of reachable peers, so equal repo
 from __future__ import annotations
 
 import hashlib
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Set
 
 
 Base = tuple[int, bytes]
@@ -17,20 +18,29 @@ Base = tuple[int, bytes]
 
 
 def newest_complete(
-    readable: Mapping[str, Mapping[tuple[Base, int], bytes]], stages: int, limit: int
+    readable: Mapping[str, Mapping[tuple[Base, int], bytes]], stages: int, limit: int, missed: Set[bytes] = frozenset()
 ) -> tuple[Base, tuple[bytes, ...]] | None:
     """Returns the newest checkpoint of at most ``limit`` steps with a readable part for each stage, and the parts'
     digests; of two with equal steps, the one with the higher lineage. ``readable``: by peer, (checkpoint, stage) to the
-    digest of each readable part. The first peer's (by id) digest of a part counts, a different one does not."""
-    found: dict[Base, dict[int, bytes]] = {}
+    digest of each readable part. The digest that most peers say counts, then the first peer's (by id). ``missed``:
+    digests of parts that could not be had after all. A checkpoint with such a part comes last, for disks may recover;
+    and checkpoints whose parts two peers can read come first then, for one peer may lie."""
+    held: defaultdict[tuple[Base, int], Counter[bytes]] = defaultdict(Counter)
     for _, own in sorted(readable.items()):
-        for (base, stage), digest in own.items():
-            if base[0] <= limit:
-                found.setdefault(base, {}).setdefault(stage, digest)
-    whole = [base for base, parts in found.items() if parts.keys() == set(range(stages))]
+        for part, digest in own.items():
+            held[part][digest] += 1
+
+    def best(part: tuple[Base, int]) -> tuple[bool, int, bytes]:
+        """Can it be had, as far as known? How many say so, and what is its digest?"""
+        first = max(held[part], key=lambda digest: (digest not in missed, held[part][digest]))
+        return first not in missed, min(held[part][first], 1 + bool(missed)), first
+
+    bases = {base for base, _ in held if base[0] <= limit}
+    whole = {b: [best((b, s)) for s in range(stages)] for b in bases if all((b, s) in held for s in range(stages))}
     if not whole:
         return None
-    return max(whole), tuple(digest for _, digest in sorted(found[max(whole)].items()))
+    base = max(whole, key=lambda b: (all(had for had, *_ in whole[b]), min(count for _, count, _ in whole[b]), b))
+    return base, tuple(digest for *_, digest in whole[base])
 
 
 COPIES = 2

@@ -56,7 +56,7 @@ SLOWEST_BYTES_PER_S = 125e3
 """Slowest rate [bytes/s]: after ``CEILING_S`` and the time that all parts need at this rate, a checkpoint has failed."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Book:
     """This peer's place for checkpoints, and the manifest fields and files for self-contained checkpoints. The book
     outlives moves and restarts of the peer."""
@@ -68,6 +68,10 @@ class Book:
     """Parts in the place, also of incomplete checkpoints. Used only in the event loop's thread."""
     complete: dict[Key, dict[int, PartFacts]] = field(default_factory=dict)
     """The complete checkpoints at the last read of the place."""
+    missed: set[bytes] = field(default_factory=set)
+    """Digests of the parts that this peer could get from nowhere when it began anew, whatever manifests say."""
+    reached: int = 0
+    """The furthest step that this peer has come to."""
 
 
 class Roles:
@@ -142,8 +146,14 @@ class PartReplicas:
 
     def __init__(self, ctx: Context, roles: Roles, book: Book) -> None:
         self._ctx, self._roles, self._book, self._place = ctx, roles, book, book.place
+        self.missed = book.missed
         self._tidied = False
         self._looking: asyncio.Task[dict[Key, dict[int, PartFacts]]] | None = None
+
+    def reached(self, step: int) -> int:
+        """Note that this peer is at ``step``. Returns the furthest step that it has come to."""
+        self._book.reached = max(self._book.reached, step)
+        return self._book.reached
 
     def here(self, opened: OpenCheckpoint) -> set[int]:
         """The stages with announced parts in the place."""

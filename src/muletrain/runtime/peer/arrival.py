@@ -3,6 +3,7 @@ the run."""
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
@@ -11,8 +12,9 @@ from muletrain.policy.fork_choice import Chain, forked_at, gives_way
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
-from muletrain.runtime.core.times import pause_s
+from muletrain.runtime.core.times import GONE_S, pause_s
 from muletrain.runtime.peer.messages import Presence
+from muletrain.runtime.recovery.rollback import JOIN_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.messages import Snapshot
 
 TRIES = 12
-"""Most requests for a checkpoint's part, or tries of a step that other peers have left, before a peer gives up."""
+"""Most tries of a step that other peers have left, before a peer gives up."""
 MAX_ASKED = 8
 """Peers of any stage to ask for the run's progress."""
 MAX_PURSUITS = 10
@@ -55,12 +57,8 @@ class Arrival:
     ) -> None:
         self._ctx, self._position, self._life, self._runner = ctx, position, position.life, runner
         self._membership, self._receiver, self._forks = membership, receiver, forks
-        self._exchange, self._writer, self._microbatches, self._early = (
-            checkpointing.exchange,
-            writer,
-            microbatches,
-            early,
-        )
+        self._exchange, self._missed = checkpointing.exchange, checkpointing.replicas.missed
+        self._writer, self._microbatches, self._early = writer, microbatches, early
         self._pursuits = self._stays = 0
 
     def caught_up(self) -> None:
@@ -73,23 +71,32 @@ class Arrival:
         await self._take_state(lambda offer: True)
 
     async def begin_anew(self, back: StepBack) -> None:
-        """Begin at the run's checkpoint or, if our part of the checkpoint is gone, with a replica's later state. Raises
-        MuletrainError."""
+        """Begin at the run's checkpoint or, if our part of the checkpoint is gone, with a replica's later state. If nobody
+        gives either, wait without a state, for the run may go back to another checkpoint (``Rollback``). Ends within
+        ``Plan.adopt_after_s`` and ``JOIN_S``. Raises MuletrainError."""
         ctx, branch = self._ctx, branch_of(back.lineage)
+        begun = ctx.clock.now()
         ctx.spawn(self._membership.introduce(), "introduce")
 
         def acceptable(offer: Snapshot) -> bool:
             return branch_of(offer.lineage) >= branch
 
-        for attempt in range(TRIES if back.parts else 0):
+        digest = back.parts[ctx.roster.own.stage] if back.parts else b""
+        self._missed.discard(digest)
+        for attempt in itertools.count() if back.parts else ():
             try:
-                state = await self._exchange.base(back.key, back.parts[ctx.roster.own.stage])
-                await ctx.compute.load_state(state)
+                await ctx.compute.load_state(await self._exchange.base(back.key, digest))
                 break
             except MuletrainError as e:  # the part's holders may be beginning anew, too
-                if attempt % 2 and (attempt == TRIES - 1 or await self._receiver.has_donor(acceptable)):
+                took_s = ctx.clock.now() - begun
+                hopeless = took_s > ctx.plan.adopt_after_s + JOIN_S
+                if hopeless or (attempt % 2 and await self._receiver.has_donor(acceptable)):
                     ctx.emit(StateMissed(reason=str(e)))
                     return await self._take_state(acceptable)
+                if attempt and took_s > GONE_S and digest not in self._missed:
+                    ctx.emit(StateMissed(reason=str(e)))
+                    self._missed.add(digest)
+                    self._say(away=True)
             await ctx.clock.sleep(pause_s(attempt))
         await self._runner.rejoin(Chain(back.step, (back.lineage,)))
         self._life.to(State.TRAINING)

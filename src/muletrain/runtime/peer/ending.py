@@ -91,7 +91,9 @@ class Ending:
             return False
 
     async def _answer_finished(self, sender: PeerId, payload: bytes) -> bytes:
+        """Raises ProtocolError for a peer that is not in the run."""
         finished = Finished.unpack(payload)
+        self._ctx.roster.member(sender)
         if not self._position.life.done:  # the sender goes next
             await self._runner.exchange.find_out(sender)
         if sender not in self._claims:
@@ -106,6 +108,11 @@ class Ending:
         ``checkpoint/checkpointing.ended`` or end."""
         roster, me = self._ctx.roster, self._ctx.net.peer_id
         first = roster.coordinator()
+        early = itertools.count()
+        while not self._position.life.finished:
+            await self._ctx.clock.sleep(pause_s(next(early)))
+        if first is None or first.id != sender:  # the word came early, and the end is another's to tell
+            first = roster.coordinator()
         for tries in itertools.count():
             if self._finished.done() or me == roster.genesis.coordinator:  # no other peer knows better
                 return
@@ -114,6 +121,6 @@ class Ending:
                 waits = bool(roster.others())
             else:
                 waits = first is not None and now is not None and now.id == first.id != sender
-            if self._position.life.done and not waits:
+            if not waits:
                 return self._finished.set_result(written)
             await self._ctx.clock.sleep(pause_s(tries))

@@ -26,6 +26,7 @@ from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import ForkKept, LineageLeft
 from muletrain.policy.fork_choice import forked_at, gives_way
 from muletrain.policy.recent import Recent, Seldom
+from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.times import AGAIN_S, LOOK_S
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
@@ -51,7 +52,7 @@ class Forks:
     def __init__(self, ctx: Context, position: Position, receiver: Receiver) -> None:
         self._ctx, self._position, self._receiver = ctx, position, receiver
         self._asked: Recent[tuple[int, float]] = Recent()
-        self._judges = Seldom(2 * LOOK_S)
+        self._judges, self._promises = Seldom(2 * LOOK_S), Seldom(2 * STAY * AGAIN_S)
         self._promised = float("-inf")
         self._going = False
         ctx.net.serve(History.KIND, self._on_history)
@@ -96,6 +97,8 @@ class Forks:
         if fork is None or position.away:
             return
         self._ctx.detector.mark_down(peer, f"its history differs from this peer's since step {fork}")
+        if self._ctx.clock.now() < self._promised:  # later, if both still meet
+            return
         stalled = self._stalled()
         theirs = await self._stay(own, other, stalled=stalled, promise=False)
         if theirs is None or position.chain.at(own.step) != own.lineages[-1]:
@@ -132,6 +135,10 @@ class Forks:
             return False
         self.met(peer, own.step)
         return True
+
+    async def offered(self, replicas: list[PeerId], branch: bytes) -> bool:
+        """Does one of ``replicas`` offer its state, on a later branch than ``branch``?"""
+        return await self._receiver.has_donor(lambda offer: branch_of(offer.lineage) > branch, replicas)
 
     async def _stay(self, own: Chain, other: Chain, *, stalled: bool, promise: bool) -> dict[PeerId, Stay] | None:
         """Returns the peers of ``other`` if the history ``other`` stays, not ``own``."""
@@ -176,12 +183,15 @@ class Forks:
         return {peer: answer for peer, answer in answers if answer is not None}
 
     async def _on_ask(self, sender: PeerId, ask: AskStay) -> Stay:
-        own, position = self._ctx.roster.own, self._position
+        """Raises ProtocolError for a promise to a peer that is not in the run."""
+        own, position, now = self._ctx.roster.own, self._position, self._ctx.clock.now()
         stays = (
             not (self._going or position.away or self._ctx.tasks.closed) and position.chain.at(ask.step) == ask.lineage
         )
         if stays and ask.promise:
-            self._promised = self._ctx.clock.now() + STAY * AGAIN_S
+            self._ctx.roster.member(sender)
+            if stays := self._promises.due(sender, now):  # in between we may go over ourselves
+                self._promised = now + STAY * AGAIN_S
         return Stay(stays=stays, stage=own.stage, trainer=own.trainer)
 
     async def go_over(self) -> Snapshot | None:
@@ -195,10 +205,10 @@ class Forks:
 
         async def confirm(offer: Snapshot) -> None:
             """Look a last time before our own state is given up."""
-            self._going = True
-            theirs = await self._stay(own, offer.chain, stalled=stalled, promise=True)
             if ctx.clock.now() < self._promised:
                 raise MuletrainError("another peer counts on this one")
+            self._going = True  # no more promises
+            theirs = await self._stay(own, offer.chain, stalled=stalled, promise=True)
             if theirs is None or not self._whole(theirs):
                 raise MuletrainError("the others' history does not stay, or not every stage of it can be reached")
 

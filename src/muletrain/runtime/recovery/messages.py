@@ -16,6 +16,8 @@ from muletrain.runtime.core.messages import Call, Digest, Header, Id, Message, N
 
 MAX_PARTS = 1 << 12
 """Most parts of checkpoints that a peer names."""
+MAX_MISSED = 1 << 10
+"""Most rollbacks that a peer may have missed: a lie must not use up the numbers that the run still needs."""
 
 
 class StepBack(Message):
@@ -39,17 +41,21 @@ class StepBack(Message):
     def key(self) -> Key:
         return Key(self.step, self.base)
 
-    def check(self, stages: int, steps: int) -> None:
-        """Raises ProtocolError for an order that no correct peer gives."""
-        named = {*dict(self.moves).values(), *self.lost}
-        if not named <= set(range(stages)) or len(self.parts) not in (0, stages) or self.step > steps:
+    def check(self, stages: int, steps: int, count: int, *, from_seed: bool) -> None:
+        """Raises ProtocolError for an order that no correct peer gives, after ``count`` rollbacks. ``from_seed``: can the
+        run go back to the beginning without a checkpoint?"""
+        named, begins = {*dict(self.moves).values(), *self.lost}, from_seed and not (self.parts or self.step)
+        if not named <= set(range(stages)) or not (begins or len(self.parts) == stages) or self.step > steps:
             raise ProtocolError("a rollback to stages or steps that the run does not have")
+        if self.count > count + MAX_MISSED:
+            raise ProtocolError(f"rollback {self.count} of a run that has had {count}")
 
 
 class StandsAt(Header):
     """A peer's place in the run's history. ``targets``: other stages that the peer has room for; ``reaches``: stages of
     which the peer reaches a member. ``parts``: step, lineage, stage and digest of the parts of checkpoints that the peer
-    can read. ``began``: the rollback that began the peer's branch, if known."""
+    can read; ``missed``: digests of those that it could get from nowhere. ``began``: the rollback that began the peer's
+    branch, if known."""
 
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)]
     step: Natural
@@ -58,11 +64,18 @@ class StandsAt(Header):
     targets: Annotated[tuple[Natural, ...], Field(max_length=4096)]
     reaches: Annotated[tuple[Natural, ...], Field(max_length=4096)] = ()
     parts: Annotated[tuple[tuple[Natural, Digest, Natural, Digest], ...], Field(max_length=MAX_PARTS)]
+    missed: Annotated[tuple[Digest, ...], Field(max_length=4096)] = ()
     began: StepBack | None = None
 
     @property
     def has_state(self) -> bool:
         return Lifecycle(self.state).has_state
+
+    def check(self, stages: int, steps: int) -> None:
+        """Raises ProtocolError for a place that the run does not have."""
+        named = {self.stage, *self.targets, *self.reaches, *(stage for *_, stage, _ in self.parts)}
+        if not named <= set(range(stages)) or self.step > steps:
+            raise ProtocolError("a place in stages or steps that the run does not have")
 
     def load(self) -> Load:
         return Load(self.stage, targets=frozenset(self.targets), parts=frozenset(stage for *_, stage, _ in self.parts))

@@ -77,6 +77,7 @@ class Rollback:
         ctx, since, since_trainer, trainers = self._ctx, dict[int, float](), math.inf, 0
         while True:
             await ctx.clock.sleep(LOOK_S)
+            self._replicas.reached(self._position.step)
             now, before, trainers = ctx.clock.now(), trainers, len(ctx.roster.trainers())
             since = {s: since.get(s, now) for s in self.without_peers()}
             since_trainer = math.inf if trainers else min(since_trainer, now)
@@ -128,7 +129,11 @@ class Rollback:
         served = {*(s.stage for s in here.values()), *moves.values()}
         missing = tuple(s for s in range(ctx.plan.stages) if s not in served)
         readable = {p: s.readable() for p, s in here.items()}
-        found = newest_complete(readable, ctx.plan.stages, max(s.step for s in here.values()))
+        missed = {digest for s in here.values() for digest in s.missed}
+        steps = sorted(s.step for s in here.values())
+        # one alone may be a step ahead, or lie; and a false rollback may have led all to an early step
+        limit = max(self._replicas.reached(at.step), min(steps[-1], steps[-2:][0] + 1))
+        found = newest_complete(readable, ctx.plan.stages, limit, missed)
         if found is None and ctx.plan.from_seed:
             found = (0, bytes(32)), ()
         if missing or found is None:
@@ -164,7 +169,9 @@ class Rollback:
     async def _ask(self, peer: PeerId) -> StandsAt | None:
         timeout_s = self._ctx.detector.deadline.seconds(1)
         try:
-            return await AskStanding().ask(self._ctx.net, peer, timeout_s=timeout_s)
+            stands = await AskStanding().ask(self._ctx.net, peer, timeout_s=timeout_s)
+            stands.check(self._ctx.plan.stages, self._ctx.plan.steps)
+            return stands
         except ProtocolError as e:
             self._ctx.refused(peer, str(e))
         except NetworkError:
@@ -174,16 +181,19 @@ class Rollback:
     async def _stands_at(self) -> StandsAt:
         """Returns our place in the run's history: on the way to another branch, the place on that branch."""
         ctx, at, state, stage = self._ctx, self._where(), self._position.life.state, self._ctx.roster.own.stage
-        began = self._began_with()
+        began, missed = self._began_with(), self._replicas.missed
         if self.ordered.done() and (back := self.ordered.result()) is not None:
             at, state, began = Key(back.step, back.lineage), State.ROLLED_BACK, back
             stage = dict(back.moves).get(ctx.net.peer_id, stage)
+        elif state is State.ROLLED_BACK and began is not None and began.parts and began.parts[stage] in missed:
+            state = State.RECOVERING  # only a replica, or another checkpoint, can help
+        every, unserved = range(ctx.plan.stages), self.without_peers()
         parts = [
             (*key, s, facts.digest)
             for key, parts in sorted((await self._replicas.readable_soon()).items(), reverse=True)
             for s, facts in parts.items()
+            if max(parts) in every  # else the model was cut otherwise
         ]
-        every, unserved = range(ctx.plan.stages), self.without_peers()
         return StandsAt(
             branch=branch_of(at.lineage),
             step=at.step,
@@ -192,6 +202,7 @@ class Rollback:
             targets=tuple(s for s in every if s != stage and self._machine.fits(s)),
             reaches=tuple(s for s in every if s not in unserved),
             parts=tuple(parts[:MAX_PARTS]),
+            missed=tuple(sorted(missed)[:MAX_PARTS]),
             began=began,
         )
 
@@ -215,14 +226,14 @@ class Rollback:
     def _consider(self, peer: PeerId, order: StepBack | None) -> None:
         """``peer`` is on a later branch, which began with ``order``, if known."""
         ctx, seldom = self._ctx, self._hears if order is None else self._takes_orders
-        busy = self._learning or self.ordered.done() or ctx.tasks.closed
+        busy = self._learning or self.ordered.done() or ctx.tasks.closed or not ctx.roster.knows(peer)
         if not busy and seldom.due(peer, ctx.clock.now()):  # each time all peers are asked
             self._learning = True
             ctx.spawn(self._learn(peer, order), "learn of a step back")
 
     async def _learn(self, peer: PeerId, order: StepBack | None) -> None:
-        """Learn from ``peer``, or from any informed peer, how the branch began. If no peer knows, replicas on the
-        branch serve as well; without replicas, a damaged or forged frame must not make us give up our work."""
+        """Learn from ``peer``, or from any informed peer, how the branch began. If no peer knows, a replica's state on
+        the branch serves as well; without one, a damaged or forged frame must not make us give up our work."""
         ctx = self._ctx
         try:
             if self._position.life.has_state and await self._forks.goes_on(peer):
@@ -239,9 +250,9 @@ class Rollback:
                         self._obey(stands.began)
                 except ProtocolError as e:
                     ctx.refused(known, str(e))
-            own, stage = branch_of(self._where().lineage), ctx.roster.own.stage
-            serve = [s for s in there.values() if s.has_state or s.state is State.ROLLED_BACK]
-            if any(s.branch > own and s.stage == stage for s in serve) and not self.ordered.done():
+            own = branch_of(self._where().lineage)
+            serve = [p for p, s in there.items() if s.branch > own and p in ctx.roster.replicas()]
+            if serve and await self._forks.offered(serve, own) and not self.ordered.done():
                 self.ordered.set_result(None)
         finally:
             self._learning = False
@@ -257,8 +268,8 @@ class Rollback:
     def _check(self, order: StepBack) -> None:
         """Raises ProtocolError for an order that no correct peer gives: peers announce the stages that they have room
         for."""
-        order.check(self._ctx.plan.stages, self._ctx.plan.steps)
-        own = self._ctx.roster.own
+        plan, own = self._ctx.plan, self._ctx.roster.own
+        order.check(plan.stages, plan.steps, count_of(self._where().lineage), from_seed=plan.from_seed)
         stage = dict(order.moves).get(own.id, own.stage)
         if stage != own.stage and not self._machine.fits(stage):
             raise ProtocolError(

@@ -220,10 +220,11 @@ class Receiver:
             self._refusal = f"; one said: {e}" if isinstance(e, Refused) else self._refusal
             return None
 
-    async def has_donor(self, acceptable: Callable[[Snapshot], bool]) -> bool:
-        """Does a live replica offer an ``acceptable`` state?"""
+    async def has_donor(self, acceptable: Callable[[Snapshot], bool], among: list[PeerId] | None = None) -> bool:
+        """Does a replica offer an ``acceptable`` state? ``among``: the replicas to ask; None: live ones."""
         roster = self._ctx.roster
-        return bool(await self._offers([p for p in roster.replicas() if roster.is_alive(p)], acceptable))
+        living = [p for p in roster.replicas() if roster.is_alive(p)]
+        return bool(await self._offers(living if among is None else among, acceptable))
 
 
 def _best(offers: list[tuple[PeerId, Snapshot]]) -> tuple[Snapshot | None, list[PeerId]]:
