@@ -13,7 +13,7 @@ from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.errors import MuletrainError
 from muletrain.events import ClientEnlisted, ClientLost, PoolWorked, StepApplied, StepDone
 from muletrain.policy.passes import Part, Pass
-from muletrain.policy.pool import Pool
+from muletrain.policy.pool import OWN, Pool
 from muletrain.runtime.pool import desk
 from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.work import Accumulator
@@ -123,6 +123,26 @@ def test_a_server_that_cannot_compute_a_lost_part_tries_again_and_then_ends(
     lost = Fault(0.0, "kill", ("client-0a",), on="block")
     outcome = play(replace(world(lost, clients=("client-0a",)), stages=(1, 1), trainers=1))
     assert outcome.ends["peer-0a"] == ends
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_other_clients_compute_again_what_one_takes_along(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    """In the last stage each result of such a part was refused, for its loss, and the server did them all."""
+    done, again = PartsDesk._came_back, Counter[str]()
+
+    def came_back(desk: PartsDesk, worker: str, number: int, part: Part, *rest: Any) -> Any:
+        if part.what is Pass.AGAIN and desk.stage == stage:
+            again[worker] += 1
+        return done(desk, worker, number, part, *rest)
+
+    refused = Counter[str]()
+    monkeypatch.setattr(PartsDesk, "_came_back", came_back)
+    monkeypatch.setattr(PartsDesk, "on_unable", lambda desk, worker, number: refused.update([worker]))
+    kill = Fault(1.5, "kill", (f"client-{stage}a",))
+    outcome = play(Scenario(1, (1, 1), 1, 2, 24, 0.01, (kill,), clients=CLIENTS, sequences=4, slower=2.0, longer=2.0))
+    assert outcome.violations == []
+    assert not refused
+    assert again.keys() - {OWN}, "clients did some of it"
 
 
 @pytest.mark.parametrize("sequences", [1, 5])

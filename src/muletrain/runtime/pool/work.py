@@ -320,8 +320,10 @@ class PartWork:
                 await compute.forward(mb, first, Turn(0), places)
             self._forwards.pop(mb, None)
             result = await compute.backward(mb, rest[-1] if rest else first, Turn(0), accumulate=message.accumulate)
+        if part.what is Pass.AGAIN:  # what it gives has counted
+            loss, result = 0.0, None
         sent = []
-        if result is not None and part.what is not Pass.AGAIN:
+        if result is not None:
             sent = [await compute.offload(encode, await result, self._plan.activations)]
         claim = None
         if message.accumulate:
