@@ -54,7 +54,7 @@ class Forks:
         self._asked: Recent[tuple[int, float]] = Recent()
         self._judges, self._promises = Seldom(2 * LOOK_S), Seldom(2 * STAY * AGAIN_S)
         self._promised = float("-inf")
-        self._going = False
+        self._going = self._judging = False
         ctx.net.serve(History.KIND, self._on_history)
         AskStay.serve(ctx.net, self._on_ask)
 
@@ -97,10 +97,15 @@ class Forks:
         if fork is None or position.away:
             return
         self._ctx.detector.mark_down(peer, f"its history differs from this peer's since step {fork}")
-        if self._ctx.clock.now() < self._promised:  # later, if both still meet
+        if (
+            self._judging or self._ctx.clock.now() < self._promised
+        ):  # later, if both still meet: everyone is asked each time
             return
-        stalled = self._stalled()
-        theirs = await self._stay(own, other, stalled=stalled, promise=False)
+        stalled, self._judging = self._stalled(), True
+        try:
+            theirs = await self._stay(own, other, stalled=stalled, promise=False)
+        finally:
+            self._judging = False
         if theirs is None or position.chain.at(own.step) != own.lineages[-1]:
             return
         message = f"the others have another history since step {fork}, and theirs stays"
