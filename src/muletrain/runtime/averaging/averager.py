@@ -279,7 +279,7 @@ class Averager:
             parts: list[Tensor | Encoded] = []
             for member in round_.contributors:  # sorted: every run sums in the same order
                 parts.append(
-                    gradient[a:b] if member == me else (await self._chunk(round_, Shard, member, number, b - a))[1]
+                    gradient[a:b] if member == me else (await self._fitting(round_, Shard, member, number, b - a))[1]
                 )
             sent, chunk = await self._ctx.compute.offload(
                 _reduce_chunk, parts, round_.microbatches, self._ctx.plan.gradients, result[a:b], len(others) > 0
@@ -299,7 +299,7 @@ class Averager:
         """Receive the shard reduced by ``owner``."""
         facts = []
         for number, (a, b) in round_.chunks(owner):
-            message, chunk = await self._chunk(round_, Reduced, owner, number, b - a)
+            message, chunk = await self._fitting(round_, Reduced, owner, number, b - a)
             assert isinstance(message, Reduced)  # implied by the key
             try:
                 facts.append(await self._ctx.compute.offload(_store_chunk, message, chunk, result[a:b]))
@@ -309,19 +309,20 @@ class Averager:
         self.shards[round_.id][owner] = _of_shard(facts)
         return self.shards[round_.id][owner]
 
-    async def _chunk(
+    async def _fitting(
         self, round_: Round, kind: type[Shard | Reduced], sender: PeerId, number: int, size: int
     ) -> _Chunk:
-        """Wait for a chunk of ``sender`` with ``size`` values. Raises PeerUnreachable when ``sender`` is marked down, or
-        the stream ended, and ProtocolError. Ends within the limits of ``averaging/rounds.watch``, which fails the round."""
-        message, chunk = await self._arrived(round_, kind, sender, number)
+        """Wait for a chunk of ``sender`` with ``size`` values. Raises as ``_chunk``, and ProtocolError. Ends after
+        ``averaging/averager._chunk``."""
+        message, chunk = await self._chunk(round_, kind, sender, number)
         if chunk.shape != (size,):
             self._missed.add(sender)
             raise ProtocolError(f"averaging: a chunk of {chunk.shape} elements instead of {size}")
         return message, chunk
 
-    async def _arrived(self, round_: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
-        """See ``_chunk``."""
+    async def _chunk(self, round_: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
+        """Wait for a chunk of ``sender``. Raises PeerUnreachable when ``sender`` is marked down, or the stream ended.
+        Ends within the limits of ``averaging/rounds.watch``, which fails the round."""
         key = (round_.id, kind.KIND, sender, number)
         arrival = self._inbox.get(key)
         if sender in self._broken and not arrival.done():

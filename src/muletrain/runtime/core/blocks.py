@@ -351,8 +351,8 @@ class Blocks:
         return b""
 
     async def _give(self, copy: StateImage, run: tuple[str, PeerId, bytes], blocks: tuple[int, ...]) -> None:
-        """Send ``blocks`` while the copy is kept. A taker that lacks blocks asks another donor, or us again. Ends with a
-        block that takes ``CEILING_S``: the copy's successor waits until nobody takes it."""
+        """Send ``blocks`` while the copy is kept. A taker that lacks blocks asks another donor, or us again. Ends
+        within ``CEILING_S`` for each block: the copy's successor waits until nobody takes it."""
         (_, taker, digest), left = run, list(blocks)
         try:
             while left:

@@ -234,7 +234,8 @@ class Trainer:
         asked: bool = False,
     ) -> float:
         """Try one microbatch until success. Returns the loss [nats/token]. ``retry``: some peer may already have the
-        microbatch; ``asked``: no peer has the microbatch."""
+        microbatch; ``asked``: no peer has the microbatch. Ends after ``microbatch/dispatcher._from`` and
+        ``microbatch/survey.still_missing``; while a stage is empty, only when cancelled with the step."""
         loss: float | None = None
         async with self._windows[self._ctx.plan.strategy.lane(index)]:
             self._begun.setdefault(index, False)

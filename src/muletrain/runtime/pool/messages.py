@@ -26,7 +26,7 @@ from muletrain.runtime.core.messages import Call, Digest, Header, Id, Message, N
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MAX_PARTS = 1 << 16
+MAX_PARTS = 1 << 15
 """Most parts in one accumulator."""
 MAX_SERVERS = 1024
 ROOM = 2
