@@ -97,10 +97,8 @@ class Forks:
         if fork is None or position.away:
             return
         self._ctx.detector.mark_down(peer, f"its history differs from this peer's since step {fork}")
-        if (
-            self._judging or self._ctx.clock.now() < self._promised
-        ):  # later, if both still meet: everyone is asked each time
-            return
+        if self._judging or self._ctx.clock.now() < self._promised:
+            return  # everyone is asked each time; later, if both still meet
         stalled, self._judging = self._stalled(), True
         try:
             theirs = await self._stay(own, other, stalled=stalled, promise=False)
