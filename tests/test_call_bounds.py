@@ -13,6 +13,7 @@ import msgpack
 import pytest
 import torch
 
+from muletrain.clock import LoopClock
 from muletrain.errors import MuletrainError, Refused
 from muletrain.network import answers
 from muletrain.network.answers import Quota
@@ -134,7 +135,7 @@ class Donor:
             step=0, applied=bytes(32), away=False, settled=True, life=Lifecycle(), chain=chain
         )
         log: Any = SimpleNamespace(follow=lambda *_: None, copy=lambda *_: None, reaches=lambda _: False)
-        clock: Any = SimpleNamespace(now=lambda: self.now, sleep=asyncio.sleep)
+        clock: Any = SimpleNamespace(now=lambda: self.now, sleep=asyncio.sleep, deadline=LoopClock().deadline)
         compute: Any = SimpleNamespace(state=state, offload=offload)
         roster: Any = SimpleNamespace(own=own, expelled=lambda _: False)
         ctx = Context(self.net, clock, compute, roster, cast("Any", None), lambda _: None)

@@ -187,5 +187,5 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_more_microbatches_than_peers_can_name_in_a_message_are_refused(tmp_path: Path) -> None:
     most = MAX_MICROBATCHES
     load_config(None, [f"train.batch={most}", "train.microbatch=1"])
-    with pytest.raises(ConfigError, match=r"are 65,537 microbatches a step, and peers agree on at most 65,536; raise"):
+    with pytest.raises(ConfigError, match=r"are 32,769 microbatches a step, and peers agree on at most 32,768; raise"):
         load_config(None, [f"train.batch={most + 1}", "train.microbatch=1"])
