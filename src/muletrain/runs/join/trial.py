@@ -184,7 +184,7 @@ def _answer(question: Question) -> None:
 def _told(error: BaseException, room: int) -> dict[str, str]:
     """The answer for an error. Lack of memory may be the error's cause, or in the message."""
     text = " ".join(str(error).split())
-    if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError) or "allocate" in text:
+    if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError) or "alloc" in text:
         message = f"what came from the run takes more than {format_memory(room)} of memory to build; {_ASK}"
         return {"error": "CapacityError", "message": message}
     if isinstance(error, MuletrainError):
