@@ -317,9 +317,8 @@ class FailureDetector:
                 long_dead += long
                 self._tried[peer] = since, now
                 worth.append(peer)
-        if max(len(self._tried), len(self._usual)) > 2 * len(
-            self._peer.roster.members()
-        ):  # forget peers that the roster has forgotten
+        most = 2 * len(self._peer.roster.members())
+        if max(len(self._tried), len(self._usual)) > most:  # forget peers that the roster has forgotten
             self._tried = {p: tried for p, tried in self._tried.items() if self._peer.roster.knows(p)}
             self._alarms = Counter({p: n for p, n in self._alarms.items() if self._peer.roster.knows(p)})
             self._usual = {p: usual for p, usual in self._usual.items() if self._peer.roster.knows(p)}

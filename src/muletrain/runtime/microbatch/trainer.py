@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_TRIES = 60
 """Tries of one microbatch, while every stage has a peer, before the trainer gives up with an error: 9 minutes of pauses.
-That a stage is empty ends by the wait for the step."""
+The wait for the step bounds how long a stage may be empty."""
 MOST_AGAIN = 3
 """Checks of a microbatch in one repair: repeated requests may be lies, and our report that all microbatches are through
 waits for repairs."""
