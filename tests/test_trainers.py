@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from muletrain.events import (
 )
 from muletrain.policy.wiring import claimant
 from muletrain.runtime.members.detector import FailureDetector
+from muletrain.runtime.microbatch.inflight import InFlightStep
+from muletrain.runtime.microbatch.messages import TrainerDone
+from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.microbatch.trainer import Trainer
 from proofs.play import play
 from proofs.scenario import SUSPENDED, Fault, Scenario
@@ -206,3 +210,21 @@ def test_each_turn_another_trainer_builds_a_microbatch() -> None:
     turns = [claimant(3, 5, trainers, turn) for turn in range(4)]
     assert turns[0] == claimant(3, 5, trainers) == turns[3]
     assert set(turns) == set(trainers)
+
+
+def test_the_word_about_microbatch_0_is_that_of_who_measures_the_held_out_loss() -> None:
+    """Another trainer's report of its loss counted where such a step began."""
+    trainers, step = ("a", "b"), next(s for s in range(100) if claimant(s, 0, ("a", "b")) == "b")
+    roster: Any = SimpleNamespace(trainers=lambda: trainers, coordinator=lambda: SimpleNamespace(id="a"))
+    roster.member = lambda peer: SimpleNamespace(trainer=True)
+    work = InFlightStep(step, bytes(32), 2)
+    for validates, counts in ((True, "a"), (False, "b")):
+        plan = SimpleNamespace(validates=lambda _, v=validates: v)
+        ctx: Any = SimpleNamespace(plan=plan, roster=roster, net=SimpleNamespace(peer_id="c"))
+        actor: Any = SimpleNamespace(_ctx=ctx, _position=SimpleNamespace(computing=lambda _: work))
+        work.losses.clear()
+        for sender, loss in (("a", 1.0), ("b", 2.0), ("a", 1.0)):
+            Microbatches.on_trainer_done(
+                actor, sender, TrainerDone(lineage=bytes(32), step=step, indices=(0,), losses=(loss,))
+            )
+        assert work.losses[0] == (1.0 if counts == "a" else 2.0)
