@@ -23,6 +23,7 @@ from muletrain.runtime.members.detector import FailureDetector
 from muletrain.runtime.microbatch.inflight import InFlightStep
 from muletrain.runtime.microbatch.messages import TrainerDone
 from muletrain.runtime.microbatch.microbatches import Microbatches
+from muletrain.runtime.microbatch.survey import Survey
 from muletrain.runtime.microbatch.trainer import Trainer
 from proofs.play import play
 from proofs.scenario import SUSPENDED, Fault, Scenario
@@ -85,6 +86,22 @@ def test_many_gaps_at_the_same_moment_cost_one_question(monkeypatch: pytest.Monk
     monkeypatch.setattr(Trainer, "run_step", run_step)
     whole(played(2))
     assert asked
+
+
+def test_what_was_in_flight_at_a_death_is_asked_about_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer asked all peers about each of 32 microbatches; in a fleet of 256, 18,000 questions."""
+    asked, ask = [0], Survey._ask
+
+    async def counted(self: Survey, *args: Any) -> Any:
+        asked[0] += self._ctx.roster.own.trainer
+        return await ask(self, *args)
+
+    monkeypatch.setattr(Survey, "_ask", counted)
+    outcome = whole(
+        play(Scenario(21, (2, 2, 2), 1, STEPS, 32, 0.01, (Fault(0.0, "kill", ("peer-1b",), on="backward", nth=24),)))
+    )
+    assert again(outcome)
+    assert asked[0] <= 4
 
 
 @pytest.mark.parametrize("late_s", [3.0, 5.0, 20.0])

@@ -214,15 +214,16 @@ class Trainer:
         return claimant_of(self._ctx, self._step, index, turn) == self._ctx.net.peer_id
 
     async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
-        """See one microbatch through, then once more where a part was lost meanwhile. Returns the loss [nats/token].
-        Ends after ``microbatch/validator._measured``."""
+        """See one microbatch through; after the last one that was in flight at a loss, see the lost parts through once more.
+        Returns the loss [nats/token]. Ends after ``microbatch/validator._measured``."""
         if index == 0 and self._validation is not None:
             await asyncio.wait({self._validation})
         loss = await self.see_through(index, stages, retry=retry)
         self._begun[index] = True
-        if self._lacking.get(index) and index not in self._refilling:
-            self._refilling.add(index)
-            await self.refill(index)
+        lost = self._lacking.keys() - self._refilling
+        if all(self._begun[i] for i in lost):  # together: one survey tells of all that were in flight at a death
+            self._refilling |= lost
+            await asyncio.gather(*map(self.refill, sorted(lost)))
         return loss
 
     async def see_through(
