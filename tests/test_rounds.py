@@ -38,7 +38,7 @@ from muletrain.runtime.peer import incoming
 from muletrain.runtime.peer.messages import Finished
 from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step.agreement import RoundAgreement
-from muletrain.runtime.step.company import APART, STALLED, Company, Standing, left_out
+from muletrain.runtime.step.company import APART, STALLED, Company, Standing
 from muletrain.runtime.step.reduction import Reduction
 from muletrain.runtime.step.state import MAX_NUMBER
 from muletrain.strategies.swarm import SWARM
@@ -435,15 +435,6 @@ def test_a_peer_alone_computes_a_step_again_if_a_round_fails(
     outcome = play(Scenario(7, (1,), 1, 3, 5, 0.01, (), swapped=swapped))
     assert outcome.violations == []
     assert failed == [0, 1, 2]
-
-
-def test_a_replica_is_left_out_for_longer_each_time_unless_it_was_good_for_as_long() -> None:
-    until, steps = left_out(None, 10, 16)
-    assert (until, steps) == (26, 16)
-    assert left_out((26, 16), 30, 16) == (62, 32), "it was good for four steps only"
-    assert left_out((62, 32), 93, 16) == (157, 64)
-    assert left_out((62, 32), 94, 16) == (110, 16), "it was good for 32"
-    assert left_out((0, 1024), 100, 16) == (1124, 1024)
 
 
 @pytest.mark.parametrize("why", ["overdue", "stalled"])

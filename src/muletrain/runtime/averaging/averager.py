@@ -156,7 +156,7 @@ class Averager:
         self._broken: set[PeerId] = set()
         self._missed: set[PeerId] = set()
         """Members whose stream ended before an awaited chunk, that took no chunk, or whose chunk is wrong."""
-        self.gone: set[PeerId] = set()
+        self._gone: set[PeerId] = set()
         """Members of this attempt that were marked down before the arrival of all their chunks."""
         self._attendance: Attendance | None = None
         self._sending: Counter[PeerId] = Counter()
@@ -185,7 +185,7 @@ class Averager:
         """Begin an attempt, of which no chunks have been sent."""
         self._broken.clear()
         self._missed.clear()
-        self.gone.clear()
+        self._gone.clear()
         self._attendance = None
 
     def owing(self) -> dict[PeerId, int]:
@@ -202,9 +202,9 @@ class Averager:
         overdue = {} if self._attendance is None else self._attendance.silent
         return dict.fromkeys(self._missed, 1) | overdue
 
-    def absent(self) -> tuple[PeerId, ...]:
-        """The member of this attempt that is at another step, if any."""
-        return () if self._attendance is None else self._attendance.absent
+    def gone(self) -> set[PeerId]:
+        """Members of this attempt that were marked down before the arrival of all their chunks, or are at another step."""
+        return self._gone | (set() if self._attendance is None else self._attendance.absent)
 
     def broken(self, member: PeerId, channel: Channel) -> None:
         """A stream with ``member`` ended: chunks on the way are lost, unknown to ``member``, which may live. Only one
@@ -336,7 +336,7 @@ class Averager:
             if not late.done():
                 late.cancel()  # else ``sender`` would owe us a chunk of this round in later rounds, too
                 self._missed |= self._broken & {sender}
-                self.gone |= {sender} - self._broken
+                self._gone |= {sender} - self._broken
                 raise
             return late.result()
 

@@ -108,8 +108,8 @@ class Attendance:
         self._asked: dict[PeerId, float] = {}
         self.silent: dict[PeerId, int] = {}
         """Members with long overdue chunks; see ``Traffic.owing``."""
-        self.absent: tuple[PeerId, ...] = ()
-        """The member at another step that made the round fail, if any."""
+        self.absent: set[PeerId] = set()
+        """Members that were found at another step."""
         self._moved: dict[PeerId, tuple[int, float]] = {}
         """Bytes that each member reported as moved, and the time since then."""
 
@@ -147,7 +147,7 @@ class Attendance:
         self._moved[member] = progress.moved, now if progress.moved > before else since
         late_s, stuck_s = now - self._came.get(member, self._begun), now - self._moved[member][1]
         if (not progress.current or progress.round != self._round.id) and late_s > AGAIN_S:
-            self.absent = () if progress.current else (member,)
+            self.absent |= set() if progress.current else {member}
             raise RoundFailed(
                 f"{who} is alive, but {'not in this round' if progress.current else f'at step {progress.step + 1}'}"
             )

@@ -138,7 +138,7 @@ class RoundAgreement:
             then=lambda: f"goes on without them {self._given_s():.0f} s after their last progress",
         )
         self._company.check()
-        self._company.note_lost(m for m in seal.members if not ctx.roster.is_alive(m))
+        self._company.note(m for m in seal.members if not ctx.roster.is_alive(m))
         if lost() or outdated():  # sets of different attempts do not fit together
             self._company.note_outran(m for m in others if m in state.seals and state.seals[m].attempt > attempt)
             return None

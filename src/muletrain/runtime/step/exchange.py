@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.record import Attested, Certificate, StepRecord
     from muletrain.runtime.step.state import StepState
 
-ANEW = 4
-"""Times that a peer may begin to accumulate a step's microbatches, before that is no progress for our waits: the peer
-may lie."""
 MAX_ASKED = 8
 """Peers asked at once: live replicas (in a larger stage more, so that all were asked before a wait is given up), peers
 that confirm that the run is beyond this step, and peers asked for the record after the first that knew it."""
@@ -101,9 +98,8 @@ class Exchange:
         """Microbatches in flight at each peer, or given out by it, as it said last."""
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was still at an earlier step."""
-        self._most: dict[PeerId, list[int]] = {}
-        """Most microbatches that a peer reported as accumulated in this step, for each time that the peer began
-        anew."""
+        self._most: dict[PeerId, int] = {}
+        """Most microbatches that each peer reported as accumulated in this step."""
 
     # What arrives -----------------------------------------------------------------------------------------------------
 
@@ -154,12 +150,7 @@ class Exchange:
             ctx.detector.look_after(member, state.lineage, state.step)
         ctx.news.touched()
         if not self._work.all_completed and (said.seal or said.entry or said.entries):
-            self._overtaken_by(sender, applied=False)
-
-    def on_later(self, sender: PeerId, *, applied: bool) -> None:
-        """A frame of ``sender`` shows that it has all microbatches of this step through, or has ``applied`` the
-        step."""
-        self._overtaken_by(sender, applied=applied)
+            self.on_later(sender, applied=False)
 
     # What we state ----------------------------------------------------------------------------------------------------
 
@@ -247,9 +238,9 @@ class Exchange:
         """Do we have the step's record, or (unless ``applied``) all its microbatches?"""
         return self._recorded() if applied else self._work.all_completed
 
-    def _overtaken_by(self, sender: PeerId, *, applied: bool) -> None:
-        """``sender`` has a result that we wait for. Usually the result comes soon here, too; if not, a notice was
-        lost."""
+    def on_later(self, sender: PeerId, *, applied: bool) -> None:
+        """A frame of ``sender`` shows that all microbatches of this step are through at ``sender``, or that ``sender`` has
+        ``applied`` the step. Usually this happens soon here, too; if not, a notice was lost."""
         if not (self._overtaken or self._position.away or self._reached(applied=applied)):
             self._overtaken = True
             self._ctx.spawn(self._find_out_later(sender, applied=applied), "overtaken")
@@ -309,12 +300,9 @@ class Exchange:
             self._waits.came_on()
         accumulated = len({*row.accumulated} & {*range(ctx.plan.microbatches)})  # the report may be false
         self._at_work[peer] = frozenset({*row.in_flight, *row.given}) if row.current else frozenset()
-        if row.current and (most := self._most.setdefault(peer, [0])[-1]) != accumulated:
-            if accumulated > most:
-                self._most[peer][-1] = accumulated
-                self._waits.grew()
-            elif len(self._most[peer]) < ANEW:  # the peer computes dropped microbatches again
-                self._most[peer].append(accumulated)
+        if row.current and accumulated > self._most.get(peer, 0):
+            self._most[peer] = accumulated
+            self._waits.grew()
         self._observed.moved[peer] = row.moved, row.round
         if row.rival:
             self._rivals.met(peer, row.step)

@@ -124,7 +124,7 @@ class Reduction:
                     self._exchange.abstain()  # not before: a holder that gives nobody its gradient would decide alone
                     gradient = taken
                     break
-                self._company.note_untrue(holders)
+                self._company.note(holders)
                 await self._ctx.clock.sleep(pause_s(tries))
         self._held_at = self._ctx.clock.now()
         self._state.hold(gradient)
@@ -203,16 +203,6 @@ class Reduction:
         """Ask for round entries while we wait for the record."""
         await self._exchange.ask_everyone()
         self._give_way()
-
-    def look_back(self) -> None:
-        """The record is there. If a single live member of its rounds did not report, and is a replica, blame that
-        member, which may never report. If several did not, our own links may be at fault."""
-        builder, roster, record = self._state.builder, self._ctx.roster, self._state.builder.record()
-        rounds = [(builder.told(e), builder.holders(e)) for e in (() if record is None else record.stages)]
-        unsaid = {m for e, holders in rounds if e is not None for m in {*e.members} - holders if roster.is_alive(m)}
-        unsaid = (unsaid | self._state.unsaid) - {self._ctx.net.peer_id}
-        if len(unsaid) == 1:
-            self._company.note_silent(dict.fromkeys(unsaid & {*roster.replicas()}, 1))
 
     def _give_way(self) -> None:
         """If we hold a round, but most of our replicas try another without us, empty our accumulator, so that they can
@@ -301,8 +291,7 @@ class Reduction:
                     self._reruns.drop()  # the accumulator became the mean
                 self._work.ledger.reopen(keep=True)
                 self._company.note_silent(averager.silent())
-                self._company.note_untrue(averager.absent())
-                self._company.note_lost(averager.gone)
+                self._company.note(averager.gone())
                 failed += 1
                 if failed > 1:  # each attempt sends the whole gradient
                     await self._pause(pause_s(failed - 2))

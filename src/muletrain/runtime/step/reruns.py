@@ -103,9 +103,8 @@ class Reruns:
 
     def believe_less(self, seals: dict[PeerId, Seal]) -> None:
         """Trust replicas less that claimed missing microbatches and then sealed without them."""
-        self._company.note_untrue(
-            m for m, claimed in self._claims.items() if m in seals and claimed - {*seals[m].indices}
-        )
+        false = [m for m, claimed in self._claims.items() if m in seals and claimed - {*seals[m].indices}]
+        self._company.note(false)
         self._claims = {}
 
     def drop(self, gaps: Collection[int] | None = None) -> None:

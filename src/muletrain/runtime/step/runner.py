@@ -153,7 +153,6 @@ class StepRunner:
             self._reduction.ask_entries,
             whom=builder.owing,
         )
-        self._reduction.look_back()
         record = builder.record()
         assert record is not None  # until returned
         builder.settle()

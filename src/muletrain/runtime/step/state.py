@@ -63,8 +63,6 @@ class StepState:
         """Microbatches that our next seal leaves to other replicas, since the gradient stood out (``audit``)."""
         self.excused = False
         """Does our next seal say that such a gradient was computed from suspicious input?"""
-        self.unsaid: set[PeerId] = set()
-        """Peers that applied the step, but had not attested when we asked."""
         self._loaded = False
         """Our weights were loaded in this step, so we may have forgotten earlier actions."""
         self._views: defaultdict[PeerId, set[frozenset[PeerId]]] = defaultdict(set)
@@ -160,11 +158,8 @@ class StepState:
         ours = entry.stage == self._ctx.roster.own.stage
         if ours and self.takes_part(entry) and (reason := self._contradiction(entry)) is not None:
             raise ProtocolError(f"round entry: {reason}")
-        unsaid = sender not in self.builder.holders(entry.for_record())
         self.builder.add(entry)
         if applied:
-            if unsaid:
-                self.unsaid.add(sender)
             self._views[sender].add(frozenset({*entry.members, *entry.expelled}))
             self._heard += 1
 
