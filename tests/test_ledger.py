@@ -5,18 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from muletrain.errors import ProtocolError
 from muletrain.policy.deadline import Deadline
-from muletrain.runtime.averaging.rounds import usual_round
 from muletrain.runtime.core.times import AGAIN_S
 from muletrain.runtime.members.row import RoundEntry, Row, Statements
 from muletrain.runtime.microbatch.inflight import Ledger
 from muletrain.runtime.step.record import RecordBuilder, StepRecord, round_id
-from muletrain.runtime.step.state import StepState
+from muletrain.runtime.step.state import Lessons, StepState
 
 LINEAGE = b"L" * 32
 
@@ -64,7 +63,7 @@ class Alive:
 
     def builder(self) -> RecordBuilder:
         clock: Any = SimpleNamespace(now=lambda: self.now_s)
-        return RecordBuilder(4, LINEAGE, len(self.stages), LINEAGE, self, clock, PATIENCE.seconds)
+        return RecordBuilder(4, LINEAGE, len(self.stages), LINEAGE, cast("Any", self), clock, PATIENCE.seconds)
 
 
 def record(*entries: RoundEntry, live: tuple[tuple[str, ...], ...] = (("a",), ("a",))) -> StepRecord | None:
@@ -392,9 +391,8 @@ def test_rounds_differ_when_members_disagree_on_anything() -> None:
 def test_silent_replicas_have_the_time_of_slow_rounds() -> None:
     """1 GB of gradients takes minutes on a home link, while microbatches take seconds."""
     state: Any = object.__new__(StepState)
-    state._patience, state._usual = Deadline(), usual_round()
-    state._patience.measured(3.0)
-    quick_s = state._silence_s()
-    assert quick_s == state._patience.seconds()
-    state._usual.measured(400.0)
+    state._lessons = lessons = Lessons()
+    lessons.step.measured(3.0)
+    assert state._silence_s() == lessons.step.seconds()
+    lessons.averaging.measured(400.0)
     assert state._silence_s() == 800.0

@@ -30,14 +30,13 @@ from muletrain.runtime.members.row import ShardFacts
 from muletrain.wire.codec import decode, encode, encoded_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any
 
     from torch import Tensor
 
     from muletrain.network.base import Channel, PeerId
     from muletrain.policy.deadline import Usual
-    from muletrain.runtime.averaging.rounds import Holders
     from muletrain.runtime.members.context import Context
     from muletrain.wire.codec import Encoded
 
@@ -121,7 +120,7 @@ class _Inbox:
             del rounds[next(iter(rounds))]
 
     def owing(self) -> dict[PeerId, int]:
-        """See ``rounds.Traffic``."""
+        """See ``Averager.owing``."""
         found: dict[PeerId, int] = {}
         for (_, kind, sender, _), waiter in self.waiting.items():
             if not waiter.done():
@@ -145,9 +144,10 @@ class _Inbox:
 class Averager:
     """Reduces the rounds of one step, one at a time, and sends this peer's shard to the other members."""
 
-    def __init__(self, ctx: Context, holders: Holders, usual: Usual) -> None:
-        """``usual``: usual duration of the run's rounds."""
-        self._ctx, self._holders, self._usual = ctx, holders, usual
+    def __init__(self, ctx: Context, held: Callable[[], bool], usual: Usual) -> None:
+        """``held`` tells whether a replica holds a round of this step, whose gradient we can take. ``usual``: usual
+        duration of the run's rounds."""
+        self._ctx, self._held, self._usual = ctx, held, usual
         self._tries = 0
         """Rounds of this step so far. Each waits twice as long for late members, because the previous round sent the
         whole gradient."""
@@ -189,11 +189,12 @@ class Averager:
         self._attendance = None
 
     def owing(self) -> dict[PeerId, int]:
-        """See ``rounds.Traffic``."""
+        """Members whose chunks we wait for. 2: a chunk of the member's accumulator, so the member causes the delay. 1:
+        a reduced chunk, which depends on other members' chunks."""
         return self._inbox.owing()
 
     def taking(self) -> set[PeerId]:
-        """See ``rounds.Traffic``."""
+        """Members to which chunks are being sent."""
         return set(self._sending)
 
     def silent(self) -> dict[PeerId, int]:
@@ -229,7 +230,9 @@ class Averager:
         """
         result = gradient if self._ctx.plan.alone else await self._ctx.compute.room(round_.n_trained)
         me = self._ctx.net.peer_id
-        self._attendance = Attendance(self._ctx, round_, self, self._holders, self._usual.seconds(self._tries))
+        self._attendance = Attendance(
+            self._ctx, round_, self.owing, self.taking, self._held, self._usual.seconds(self._tries)
+        )
         self._tries += 1
         try:
             async with asyncio.TaskGroup() as group:

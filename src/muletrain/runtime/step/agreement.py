@@ -15,15 +15,11 @@ from muletrain.runtime.step.record import round_id
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.waiting import Waits
-    from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.leaving import Departure
-    from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.audit import Audit
     from muletrain.runtime.step.company import Company
     from muletrain.runtime.step.exchange import Exchange
-    from muletrain.runtime.step.reruns import Deadlines, Reruns
-    from muletrain.runtime.step.state import StepState
+    from muletrain.runtime.step.reruns import Reruns
+    from muletrain.runtime.step.state import Lasting, StepState
 
 OF_PATIENCE = 0.75
 """Share of our patience after which a silent replica is overdue at the latest, and after which we look on no longer. After
@@ -34,22 +30,12 @@ class RoundAgreement:
     """The agreement of one step; each step has a new one."""
 
     def __init__(
-        self,
-        ctx: Context,
-        position: Position,
-        departure: Departure,
-        state: StepState,
-        company: Company,
-        exchange: Exchange,
-        reruns: Reruns,
-        audit: Audit,
-        waits: Waits,
-        deadlines: Deadlines,
+        self, lasting: Lasting, state: StepState, company: Company, exchange: Exchange, reruns: Reruns, audit: Audit
     ) -> None:
-        self._ctx, self._position, self._departure, self._state = ctx, position, departure, state
-        self._company, self._exchange, self._reruns, self._audit = company, exchange, reruns, audit
-        self._waits, self._deadlines = waits, deadlines
-        self._ledger = state.work.ledger
+        self._ctx, self._position, self._departure = lasting.ctx, lasting.position, lasting.departure
+        self._waits, self._lessons = lasting.waits, lasting.lessons
+        self._state, self._company, self._exchange, self._reruns = state, company, exchange, reruns
+        self._audit, self._ledger = audit, state.work.ledger
 
     def next_attempt(self) -> int:
         """Number of our next attempt: after our last, and not below the members' attempts. The number begins at 1 if we
@@ -131,7 +117,7 @@ class RoundAgreement:
         begin = ctx.clock.now()
         await self._waits.until(
             lambda: lost() or outdated() or passed_over() or not missing() or self._overdue(begin),
-            self._deadlines.seal,
+            self._lessons.seal,
             "the stage's replicas to seal",
             self._exchange.ask_replicas,
             whom=missing,
@@ -186,12 +172,12 @@ class RoundAgreement:
 
     def _given_s(self) -> float:
         """The time that replicas have for some progress: as long as steps take [s]."""
-        return min(max(GONE_S, self._deadlines.step.seconds()), OF_PATIENCE * self._ctx.news.patience_s)
+        return min(max(GONE_S, self._lessons.step.seconds()), OF_PATIENCE * self._ctx.news.patience_s)
 
     def _overdue(self, since: float) -> bool:
         """Have the awaited replicas had their time since ``since``? Yes, if no replica has made progress for as long as
         steps take; and after the time of a full queue, since reports may be lies."""
-        most_s = max(GONE_S, self._deadlines.step.seconds(), self._ctx.queue_s())
+        most_s = max(GONE_S, self._lessons.step.seconds(), self._ctx.queue_s())
         return self._waits.quiet_s(since) >= self._given_s() or self._ctx.clock.now() - since >= most_s
 
     async def look_on(self) -> None:

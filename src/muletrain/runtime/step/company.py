@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
 from muletrain.events import ReplicaApart, WeightsDiffer
-from muletrain.policy.overdue import Overdue
-from muletrain.policy.recent import Recent
 from muletrain.policy.views import GroupView, counted_on, yields
 from muletrain.runtime.microbatch.messages import MAX_WITHOUT
 from muletrain.runtime.microbatch.position import Behind
+from muletrain.runtime.step.state import APART
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.members.context import Context
+    from muletrain.policy.overdue import Overdue
     from muletrain.runtime.members.row import Seal
-    from muletrain.runtime.step.state import StepState
+    from muletrain.runtime.step.state import Lasting, StepState
 
 SPEAKS = 2
 """Deadlines of a probe without a sign of life, after which a replica that is down no longer counts as going on."""
@@ -30,37 +28,17 @@ turns."""
 MAX_FAULTS = 2
 """Faults after which a replica is left out of the step: we counted on it as it was marked down (some links carry messages
 one way only), or it made a false statement about itself. For missing chunks it has twice as many."""
-APART = 16
-"""Steps for which a replica is left out if its chunks do not arrive, at first; doubles (``policy.overdue``)."""
-STALLED = 4
-"""The same for a replica that went on without us and got nowhere, perhaps slow for once."""
 
 
 class LeftOut(Exception):
     """Replicas go on with the step without us (``policy.views``)."""
 
 
-@dataclass
-class Standing:
-    """Lessons of earlier steps about replicas, and about this peer."""
-
-    apart: Overdue = field(default_factory=lambda: Overdue(APART))
-    """Replicas that are left out because their chunks do not arrive."""
-    stalled: Overdue = field(default_factory=lambda: Overdue(STALLED))
-    """Replicas that went on without this peer and got nowhere, for which this peer does not wait."""
-    silent: Recent[tuple[int, int]] = field(default_factory=Recent)
-    """Amount of each replica's missing chunks (``Averager.silent``), and the last step with missing chunks."""
-    differed: int | None = None
-    """The last step at which our weights differed from the replicas' weights."""
-    offences: Recent[tuple[int, ...]] = field(default_factory=Recent)
-    """The last steps in which another peer's results differed from a member's, or from ours (``audit``)."""
-
-
 class Company:
     """Owns the choice of replicas for one step; each step has a new company."""
 
-    def __init__(self, ctx: Context, state: StepState, standing: Standing) -> None:
-        self._ctx, self._state, self._standing = ctx, state, standing
+    def __init__(self, lasting: Lasting, state: StepState) -> None:
+        self._ctx, self._lessons, self._state = lasting.ctx, lasting.lessons, state
         self._faults: Counter[PeerId] = Counter()
         self._outran: Counter[PeerId] = Counter()
         """Our attempts that each replica ended by a later attempt."""
@@ -101,10 +79,10 @@ class Company:
 
     def is_apart(self, peer: PeerId) -> bool:
         """Is ``peer`` left out because of earlier steps or rounds, with missing chunks or a stall?"""
-        return peer in self._standing.apart.at(self._state.step) or self._stalled(peer)
+        return peer in self._lessons.apart.at(self._state.step) or self._stalled(peer)
 
     def _stalled(self, peer: PeerId) -> bool:
-        return peer in self._standing.stalled.at(self._state.step)
+        return peer in self._lessons.stalled.at(self._state.step)
 
     def differs(self, peer: PeerId) -> bool:
         """Does ``peer`` have other weights than most?"""
@@ -154,7 +132,7 @@ class Company:
         be lies."""
         me = self._ctx.net.peer_id
         for peer in [m for m, view in self.views().items() if me not in view.members]:
-            self._leave_out(peer, self._standing.stalled, "it goes on without this peer, and gets nowhere")
+            self._leave_out(peer, self._lessons.stalled, "it goes on without this peer, and gets nowhere")
 
     def note_overdue(self, members: Iterable[PeerId]) -> None:
         """``members`` answer, but have not done their part for long: leave ``members`` out for many steps."""
@@ -164,13 +142,13 @@ class Company:
         """A round failed because live replicas were ``owing`` us chunks. After a few such rounds, in this step or in
         earlier steps, such replicas are left out for many steps: their link may carry calls, but no chunks. Replicas
         that may themselves wait for a chunk get twice as many rounds."""
-        silent, step = self._standing.silent, self._state.step
+        silent, step = self._lessons.silent, self._state.step
         for peer, owes in owing.items():
             before, last = silent.get(peer, (0, 0))
             silent[peer] = owes + (before if step - last <= APART else 0), step
             if silent[peer][0] >= 2 * MAX_FAULTS and self.may_average_with(peer):
                 del silent[peer]
-                self._leave_out(peer, self._standing.apart, "its chunks do not arrive")
+                self._leave_out(peer, self._lessons.apart, "its chunks do not arrive")
 
     def _leave_out(self, peer: PeerId, pauses: Overdue, why: str) -> None:
         step, name = self._state.step, self._ctx.roster.name(peer)
@@ -188,13 +166,13 @@ class Company:
         votes = Counter(s.weights for s in seals.values())
         right = seals[min(seals, key=lambda m: (-votes[seals[m].weights], m))].weights
         differing = {m for m, s in seals.items() if s.weights != right}
-        if me in differing and self._standing.differed == step - 1:
+        if me in differing and self._lessons.differed == step - 1:
             raise MuletrainError(
                 f"step {step + 1}: this peer's weights differ from its replicas' in every step, so it leaves. Replicas must agree "
                 f"to the last bit: use devices of one kind in a stage, or optimizer.state_device = 'cpu' for the run"
             )
         if me in differing:
-            self._standing.differed = step
+            self._lessons.differed = step
             raise Behind(f"step {step + 1}: the weights here are not those of the other replicas", weights_hold=False)
         for member in sorted(differing):
             ctx.emit(WeightsDiffer(step=step + 1, name=ctx.roster.name(member)))

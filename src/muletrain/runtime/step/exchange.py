@@ -8,13 +8,10 @@ import contextlib
 import itertools
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import NetworkError, ProtocolError
 from muletrain.policy import speakers
-from muletrain.policy.deadline import Deadline
-from muletrain.policy.recent import Recent
 from muletrain.runtime.core.times import AGAIN_S, GONE_S, LAG_S, pause_s
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.members.messages import Suspected
@@ -25,59 +22,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.blocks import StateImage
-    from muletrain.runtime.core.waiting import Waits
-    from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.members.row import Row, Sync
-    from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.step.gradient_log import GradientLog
     from muletrain.runtime.step.record import Attested, Certificate, StepRecord
-    from muletrain.runtime.step.state import StepState
+    from muletrain.runtime.step.state import Lasting, StepState
 
 MAX_ASKED = 8
 """Peers asked at once: live replicas (in a larger stage more, so that all were asked before a wait is given up), peers
 that confirm that the run is beyond this step, and peers asked for the record after the first that knew it."""
 
 
-class Rivals(Protocol):
-    """Deals with peers of other lineages (``recovery.forks``)."""
-
-    def met(self, peer: PeerId, step: int) -> None:
-        """``peer`` trains in another lineage, at ``step``."""
-        ...
-
-
-@dataclass
-class Observed:
-    """Observations of the other peers in past steps."""
-
-    late: Deadline = field(default_factory=lambda: Deadline(floor_s=AGAIN_S))
-    """How long a peer may stay at an earlier step: as long as we take to apply a step, or as late peers took."""
-    left_out: Recent[None] = field(default_factory=Recent)
-    """Peers that stayed at an earlier step for so long, and have not been in time since."""
-    moved: Recent[tuple[int, bytes]] = field(default_factory=Recent)
-    """Each peer's last report: bytes moved, and the round being averaged."""
-    asked_round: int = 0
-    """Questions to all peers so far."""
-
-
 class Exchange:
     """The exchange of one step, with its open questions; each step has a new exchange."""
 
-    def __init__(
-        self,
-        ctx: Context,
-        position: Position,
-        state: StepState,
-        log: GradientLog,
-        waits: Waits,
-        rivals: Rivals,
-        observed: Observed,
-    ) -> None:
-        self._ctx, self._position, self._state, self._log = ctx, position, state, log
-        self._waits, self._rivals, self._observed = waits, rivals, observed
-        self._work = state.work
+    def __init__(self, lasting: Lasting, state: StepState) -> None:
+        self._ctx, self._position, self._log = lasting.ctx, lasting.position, lasting.log
+        self._waits, self._met_rival, self._lessons = lasting.waits, lasting.met_rival, lasting.lessons
+        self._state, self._work = state, state.work
         self._overtaken = False
         self._doubted: set[PeerId] = set()
         """Replicas that we ask other peers about."""
@@ -293,7 +253,7 @@ class Exchange:
         row = await self._sync(peer)
         if row is None:
             return None
-        moved, round_ = self._observed.moved.get(peer, (0, b""))
+        moved, round_ = self._lessons.moved.get(peer, (0, b""))
         # averaging over slow links takes long, and so does a microbatch on a slow device; a peer whose device is late soon
         # leaves the step to the others
         if row.moved > moved or row.round != round_ or row.late or row.in_flight:
@@ -303,9 +263,9 @@ class Exchange:
         if row.current and accumulated > self._most.get(peer, 0):
             self._most[peer] = accumulated
             self._waits.grew()
-        self._observed.moved[peer] = row.moved, row.round
+        self._lessons.moved[peer] = row.moved, row.round
         if row.rival:
-            self._rivals.met(peer, row.step)
+            self._met_rival(peer, row.step)
             ctx.detector.mark_down(peer, "it trains in another lineage", declines=True)
             return row
         if row.step > state.step:
@@ -319,14 +279,14 @@ class Exchange:
         if not row.current or (row.step < state.step and self._work.all_completed):
             self._leave_out(peer, row)  # the peer is of no use before it reaches this step
         elif row.step == state.step and peer in self._late:
-            self._observed.late.measured(ctx.clock.now() - self._late.pop(peer))
-            self._observed.left_out.pop(peer, None)
+            self._lessons.late.measured(ctx.clock.now() - self._late.pop(peer))
+            self._lessons.left_out.pop(peer, None)
         return row
 
     def _leave_out(self, peer: PeerId, row: Row) -> None:
         """Mark ``peer`` down after a long time at an earlier step. Its device may be at a microbatch that another peer
         has done since, and applies the step after that."""
-        now, observed = self._ctx.clock.now(), self._observed
+        now, observed = self._ctx.clock.now(), self._lessons
         busy_s = 0.0 if peer in observed.left_out else self._ctx.compute.jobs.longest_s()
         if now - self._late.setdefault(peer, now) >= max(observed.late.seconds(), busy_s):
             self._late[peer] = now  # else every answer would mark the peer down again
@@ -337,7 +297,7 @@ class Exchange:
         """Ask all peers; in a large run (some of) our replicas and one peer of each other stage, other ones the next time.
         Peers that are down are asked, too, since a healed link does not announce itself, but are not waited for. Returns the
         answers of live peers."""
-        roster, observed = self._ctx.roster, self._observed
+        roster, observed = self._ctx.roster, self._lessons
         observed.asked_round += 1
         for peer in self._ctx.detector.worth_a_try(p for p in roster.everyone() if not roster.is_alive(p)):
             self._ctx.spawn(self.find_out(peer), "ask after the dead")
@@ -411,34 +371,3 @@ class Exchange:
         if version in (0, ask.known):
             return {"version": version}
         return {"version": version, "said": Statements(lineage=ask.lineage, step=ask.step, stage=own, **said)}
-
-
-class Current(Protocol):
-    """Knows the current step (``runner``)."""
-
-    @property
-    def state(self) -> StepState:
-        """The peer's knowledge of the current step."""
-        ...
-
-
-class Answers:
-    """Gives copies of the gradients of the current step, and of earlier steps (``core.blocks``)."""
-
-    def __init__(self, ctx: Context, current: Current, log: GradientLog, membership: Membership) -> None:
-        self._ctx, self._current, self._log, self._membership = ctx, current, log, membership
-        ctx.blocks.offers("gradients", self._given)
-
-    async def _given(self, peer: PeerId, name: bytes) -> StateImage | None:
-        """See ``core.blocks.Reader``. A gradient is for replicas of its stage; the tied part also for the other stage
-        that shares these parameters."""
-        state, roster = self._current.state, self._ctx.roster
-        own, sharing = roster.own.stage, state.builder.tied
-        served = roster.member(peer).stage if roster.knows(peer) else None
-        for tied, stages in ((False, (own,)), (True, sharing if own in sharing else ())):
-            image = await self._log.image(peer, name, state.gradient, state.other, tied=tied) if stages else None
-            if image is not None and (
-                served in stages or any([await self._membership.serves(peer, s) for s in stages])
-            ):
-                return image
-        return None

@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgpack
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from muletrain.clock import Clock
+    from muletrain.runtime.members.roster import Roster
     from muletrain.runtime.members.row import StageEntry, TiedEntry
 
 
@@ -163,23 +164,6 @@ class Certificate(NamedTuple):
     product: float = 0.0
 
 
-class LiveReplicas(Protocol):
-    """Knows the live peers, and the voters (``Roster``)."""
-
-    @property
-    def version(self) -> int:
-        """Changes with the live peers and the voters."""
-        ...
-
-    def stage(self, stage: int) -> tuple[str, ...]:
-        """Live replicas of ``stage``, ourselves included."""
-        ...
-
-    def voters(self, stage: int) -> tuple[str, ...]:
-        """The same, with replicas that are down here and perhaps nowhere else."""
-        ...
-
-
 @dataclass
 class RecordBuilder:
     """Collects the attestations of one step, until a round of each stage counts.
@@ -205,7 +189,7 @@ class RecordBuilder:
     stages: int
     previous: bytes
     """hash(R_{t-1})"""
-    live: LiveReplicas
+    live: Roster
     clock: Clock
     patience: Callable[[], float]
     """Returns how long the replicas that hold no round may take [s]."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from muletrain.errors import MuletrainError
 from muletrain.events import AveragingFailed, RoundGivenUp
@@ -26,34 +26,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.blocks import Downloader
-    from muletrain.runtime.core.waiting import Waits
-    from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.leaving import Departure
     from muletrain.runtime.members.row import Seal, ShardFacts
-    from muletrain.runtime.microbatch.inflight import InFlightStep
-    from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.agreement import RoundAgreement
     from muletrain.runtime.step.company import Company
     from muletrain.runtime.step.exchange import Exchange
-    from muletrain.runtime.step.reruns import Deadlines, Reruns
-    from muletrain.runtime.step.state import StepState
+    from muletrain.runtime.step.reruns import Reruns
+    from muletrain.runtime.step.state import Lasting, StepState
 
 T = TypeVar("T")
 SWIFT_TRIES = 4
 """Attempts at a round without a pause in between: gaps are run again, a member dies."""
-
-
-class Trainers(Protocol):
-    """Gives out this peer's microbatches (``peer``)."""
-
-    def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
-        """Take over unfinished microbatches of ``work``: after a death, or because they are ``late``."""
-        ...
-
-    async def begin_ahead(self, work: InFlightStep) -> None:
-        """Begin to compute ``work``, the next step, beside the present step."""
-        ...
 
 
 class _HeldElsewhere(Exception):
@@ -65,24 +47,17 @@ class Reduction:
 
     def __init__(
         self,
-        ctx: Context,
-        position: Position,
-        departure: Departure,
-        trainers: Trainers,
+        lasting: Lasting,
         state: StepState,
         company: Company,
         exchange: Exchange,
         reruns: Reruns,
         agreement: RoundAgreement,
-        waits: Waits,
-        deadlines: Deadlines,
-        downloader: Downloader,
     ) -> None:
-        self._ctx, self._position, self._departure, self._trainers = ctx, position, departure, trainers
+        self._lasting, self._ctx, self._position = lasting, lasting.ctx, lasting.position
+        self._waits, self._lessons = lasting.waits, lasting.lessons
         self._state, self._company, self._exchange = state, company, exchange
-        self._reruns, self._agreement, self._waits, self._deadlines = reruns, agreement, waits, deadlines
-        self._downloader = downloader
-        self._work = state.work
+        self._reruns, self._agreement, self._work = reruns, agreement, state.work
         self._gathering = False
         """We are receiving a gradient."""
         self._reducing: Seal | None = None
@@ -90,7 +65,7 @@ class Reduction:
         """Finite accumulators gave a mean that is not finite."""
         self._rivals: set[bytes] = set()
         """Other rounds of our stage that we knew when we attested to our round."""
-        self._held_at = ctx.clock.now()
+        self._held_at = lasting.ctx.clock.now()
         """When we got the gradient: at the latest when this step began here."""
         self._attested_at: tuple[bytes, int, int, bool] | None = None
         """The round that we attested to, and our knowledge at that time."""
@@ -107,7 +82,7 @@ class Reduction:
             try:
                 await self._waits.until(
                     lambda: self._work.all_completed,
-                    self._deadlines.step,
+                    self._lessons.step,
                     "microbatches to go through",
                     self._ask_progress,
                     self._ctx.meter.pulse,
@@ -180,7 +155,7 @@ class Reduction:
         if gradient is None:
             return
         entry = gradient.entry
-        overdue = ctx.clock.now() - self._held_at >= self._deadlines.averaging.seconds()
+        overdue = ctx.clock.now() - self._held_at >= self._lessons.averaging.seconds()
         seen = entry.round, builder.news[entry.stage], ctx.roster.version, overdue
         if self._attested_at == seen:
             return
@@ -231,20 +206,20 @@ class Reduction:
         """Ask for finished microbatches, and take over the rest of dead trainers; if the step is late, also of trainers
         that give out nothing."""
         await self._exchange.ask_everyone()
-        now, due_s = self._ctx.clock.now(), self._deadlines.step.seconds()
+        now, due_s = self._ctx.clock.now(), self._lessons.step.seconds()
         late = now - self._position.begun >= due_s and self._ctx.meter.pulse.goes_on_s(now, due_s / 2) <= 0
-        self._trainers.take_over_orphans(self._work, late=late)
+        self._lasting.microbatches.take_over_orphans(self._work, late=late)
 
     async def _begin_ahead(self) -> None:
         """Under delayed updates, begin to compute the next step during the agreement on this step."""
         plan, position = self._ctx.plan, self._position
-        last = position.step + 1 == plan.steps or self._departure.stop_requested
+        last = position.step + 1 == plan.steps or self._lasting.departure.stop_requested
         if not plan.delayed or position.ahead is not None or last:
             return
         ahead = position.begin_ahead()
-        if self._departure.announced():
+        if self._lasting.departure.announced():
             ahead.ledger.seal()
-        await self._trainers.begin_ahead(ahead)
+        await self._lasting.begin_ahead(ahead)
 
     # Taking it from others --------------------------------------------------------------------------------------------
 
@@ -263,7 +238,7 @@ class Reduction:
         may not arrive."""
         with_us = [p for p in holders if self._company.may_average_with(p)]
         for asked in (with_us, [p for p in holders if p not in with_us]):
-            gradient = await fetch_gradient(self._ctx, self._downloader, entry, asked)
+            gradient = await fetch_gradient(self._ctx, self._lasting.downloader, entry, asked)
             if gradient is not None:
                 if self._ctx.net.peer_id not in entry.members:  # the gradient lacks our accumulator
                     self._work.uncount()
@@ -317,7 +292,7 @@ class Reduction:
             self._reducing = None
         took = ctx.clock.now() - begin
         ctx.meter.stats.averaging_s += took
-        self._deadlines.averaging.measured(took)
+        self._lessons.averaging.measured(took)
         ctx.worked("average", "reduce", begin, round_.step)
         if round_.finite and not self._overflowed and not all(s.finite for s in shards):
             self._overflowed = True  # all members see the overflow; a second overflow is the codec's limit
@@ -340,7 +315,7 @@ class Reduction:
         return MeanGradient(entry, gradient)
 
     def _then(self) -> str:
-        return f"tries another round {self._deadlines.averaging.seconds():.0f} s after a member's last chunk"
+        return f"tries another round {self._lessons.averaging.seconds():.0f} s after a member's last chunk"
 
     async def _mean(self, round_: Round) -> tuple[Tensor, tuple[ShardFacts, ...]]:
         return await self._state.averager.reduce(round_, await self._ctx.compute.gradient(round_.step))

@@ -7,13 +7,10 @@ import asyncio
 import contextlib
 import itertools
 import math
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, MuletrainError
 from muletrain.events import MicrobatchesRerun
-from muletrain.policy.deadline import Deadline, Usual
-from muletrain.runtime.averaging.rounds import usual_round
 from muletrain.runtime.core.times import AGAIN_S, GONE_S
 from muletrain.runtime.core.waiting import MAX_SILENCE, Awaited
 from muletrain.runtime.microbatch.messages import Gap
@@ -26,41 +23,23 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.policy.cover import Cover
-    from muletrain.runtime.core.waiting import Waits
-    from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.row import Row, Seal
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.step.company import Company
     from muletrain.runtime.step.exchange import Exchange
-    from muletrain.runtime.step.state import StepState
+    from muletrain.runtime.step.state import Lasting, StepState
 
 OF_WAIT = 0.02
 """Share of the time waited that passes between two questions to the replicas whether the gaps are filled, so that a slow
 stage is not asked thousands of times. At first the pause is short, because all replicas wait for that."""
 
 
-@dataclass
-class Deadlines:
-    """How long the parts of a step take, as measured over the run."""
-
-    step: Deadline = field(default_factory=Deadline)
-    """From the step's begin until all microbatches are through."""
-    seal: Deadline = field(default_factory=lambda: Deadline(floor_s=0.5, deviations=1.0))
-    """Until all replicas have sealed."""
-    averaging: Usual = field(default_factory=usual_round)
-    """A round of averaging."""
-    record: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=10.0, floor_s=0.5))
-    """Until all stages have reduced."""
-
-
 class Reruns:
     """Has missing microbatches of one step run again; each step has a new one."""
 
-    def __init__(
-        self, ctx: Context, state: StepState, company: Company, exchange: Exchange, waits: Waits, deadlines: Deadlines
-    ) -> None:
-        self._ctx, self._state, self._company, self._exchange = ctx, state, company, exchange
-        self._waits, self._deadlines = waits, deadlines
+    def __init__(self, lasting: Lasting, state: StepState, company: Company, exchange: Exchange) -> None:
+        self._ctx, self._waits, self._lessons = lasting.ctx, lasting.waits, lasting.lessons
+        self._state, self._company, self._exchange = state, company, exchange
         self._work, self._ledger = state.work, state.work.ledger
         self._known_down = self._down()
         self._turn = 0
@@ -87,7 +66,7 @@ class Reruns:
             if ctx.meter.pulse.goes_on_s(ctx.clock.now(), ctx.news.patience_s) > 0:
                 self._waits.came_on()
 
-        await self._waits.until(lambda: not ledger.in_flight, self._deadlines.seal, "running microbatches", look)
+        await self._waits.until(lambda: not ledger.in_flight, self._lessons.seal, "running microbatches", look)
 
     async def rerun_lost(self) -> None:
         """Have a dead replica's microbatches run again while the rest of the step goes on. The replica must be gone for
@@ -183,7 +162,7 @@ class Reruns:
             await self._tell_trainers(
                 gaps - self._ledger.accumulated, turn=turn, without=self._company.without(left_out)
             )
-            limit_s = self._deadlines.step.seconds(tries - 1, longest_s=GONE_S / 2)
+            limit_s = self._lessons.step.seconds(tries - 1, longest_s=GONE_S / 2)
             due_s = ctx.clock.now() + limit_s
             try:
                 with ctx.news.waits(present):
