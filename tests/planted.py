@@ -138,7 +138,7 @@ def gaps_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def one_holder_is_enough(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Attested, "complete", lambda self, live, attesting: True)
-    patch.setattr(record, "held_by_most", lambda rounds, voters: rounds)
+    patch.setattr(record, "held_by_most", lambda rounds, voters, tie=0: rounds)
 
 
 def attests_before_it_holds(patch: pytest.MonkeyPatch) -> None:

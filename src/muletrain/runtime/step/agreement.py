@@ -189,18 +189,15 @@ class RoundAgreement:
         self._reruns.drop()
         self._ledger.seal()  # accept nothing until the next announcement
 
-        clock, since, microbatches, moved = self._ctx.clock, self._ctx.clock.now(), 0, 0
+        clock, since, most = self._ctx.clock, self._ctx.clock.now(), 0
         last_s = since + OF_PATIENCE * ENDLESS * self._ctx.news.patience_s  # reports may be lies
 
         async def ask() -> None:
-            nonlocal since, microbatches, moved
-            await self._exchange.ask_everyone()
-            answers = await self._exchange.ask_replicas()
-            before = microbatches, moved
-            microbatches = max(microbatches, sum(len(p.accumulated) for p in answers))
-            moved = max(moved, sum(p.moved for p in answers if p.round))  # chunks of a round
-            if (microbatches, moved) != before:
-                since = clock.now()
+            nonlocal since, most
+            rows = await self._exchange.ask_replicas()
+            progress = sum(len(row.accumulated) + (row.moved if row.round else 0) for row in rows)  # chunks of a round
+            if progress > most:
+                since, most = clock.now(), progress
 
         def stalled() -> bool:
             return self._overdue(since) or clock.now() >= last_s

@@ -297,22 +297,23 @@ class Exchange:
         """Ask all peers; in a large run (some of) our replicas and one peer of each other stage, other ones the next time.
         Peers that are down are asked, too, since a healed link does not announce itself, but are not waited for. Returns the
         answers of live peers."""
-        roster, observed = self._ctx.roster, self._lessons
-        observed.asked_round += 1
+        roster, lessons = self._ctx.roster, self._lessons
+        lessons.asked_round += 1
         for peer in self._ctx.detector.worth_a_try(p for p in roster.everyone() if not roster.is_alive(p)):
             self._ctx.spawn(self.find_out(peer), "ask after the dead")
         if self._state.size <= speakers.DIRECT:
-            return await self._ask(roster.spread(speakers.DIRECT, observed.asked_round))
+            return await self.ask_each(roster.spread(speakers.DIRECT, lessons.asked_round))
         replicas = tuple(filter(roster.is_alive, roster.replicas()))
         count = max(MAX_ASKED, math.ceil(len(replicas) / (MAX_SILENCE - 1)))
-        some = roster.spread(count, observed.asked_round, replicas)
-        return await self._ask((*some, *roster.one_of_each(observed.asked_round)))
+        some = roster.spread(count, lessons.asked_round, replicas)
+        return await self.ask_each((*some, *roster.one_of_each(lessons.asked_round)))
 
     async def ask_replicas(self, *, live: bool = False) -> list[Row]:
         """Ask all replicas (only the ``live`` ones), since a notice may be lost. Returns the answers."""
-        return await self._ask(p for p in self._ctx.roster.replicas() if not live or self._ctx.roster.is_alive(p))
+        return await self.ask_each(p for p in self._ctx.roster.replicas() if not live or self._ctx.roster.is_alive(p))
 
-    async def _ask(self, peers: Iterable[PeerId]) -> list[Row]:
+    async def ask_each(self, peers: Iterable[PeerId]) -> list[Row]:
+        """Ask ``peers`` at once. Returns the answers. Raises Behind."""
         answers = await asyncio.gather(*map(self.ask, dict.fromkeys(peers)))
         return [row for row in answers if row is not None]
 

@@ -236,7 +236,7 @@ class RecordBuilder:
                 )
         if known is None:
             self._check_facts(entry)
-            known = Attested(facts_of(entry), entry.for_record())
+            known = Attested(entry.model_copy(update={"holder": "", "without": ()}), entry.for_record())
             self._rounds.setdefault((entry.stage, entry.round), []).append(known)
         if known.add(entry):
             self._hear(entry.stage)
@@ -409,7 +409,7 @@ class RecordBuilder:
         if voters <= attesting:
             possible, patience_s = whole, AGAIN_S
         else:  # a long silent voter may never attest; but fewer than half do not speak for the rest
-            possible, patience_s = held_by_half(whole, voters), max(AGAIN_S, self.patience())
+            possible, patience_s = held_by_most(whole, voters, tie=1), max(AGAIN_S, self.patience())
         if most or not possible:
             self._undecided.pop(stage, None)
         elif self.clock.now() - self._undecided.setdefault(stage, self.clock.now()) >= patience_s:
@@ -490,19 +490,9 @@ def said_by_most(said: Sequence[T]) -> tuple[T | None, int]:
     return (most, count) if 2 * count > len(said) else (None, 0)
 
 
-def held_by_most(rounds: list[Attested], voters: Collection[str]) -> list[Attested]:
-    """The rounds with attestations of more than half of ``voters`` and the round's own holders."""
-    return [k for k in rounds if 2 * len(k.holders) > len({*voters, *k.holders})]
-
-
-def held_by_half(rounds: list[Attested], voters: Collection[str]) -> list[Attested]:
-    """The rounds with attestations of at least half of ``voters`` and the round's own holders."""
-    return [k for k in rounds if 2 * len(k.holders) >= len({*voters, *k.holders})]
-
-
-def facts_of(entry: RoundEntry) -> RoundEntry:
-    """``entry`` with only the facts that all holders of the round share."""
-    return entry.model_copy(update={"holder": "", "without": ()})
+def held_by_most(rounds: list[Attested], voters: Collection[str], tie: int = 0) -> list[Attested]:
+    """The rounds with attestations of more than half of ``voters`` and the round's own holders; ``tie`` = 1: or of half."""
+    return [k for k in rounds if 2 * len(k.holders) + tie > len({*voters, *k.holders})]
 
 
 def same_facts(a: RoundEntry, b: RoundEntry) -> bool:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -194,21 +193,14 @@ class Reduction:
             work.ledger.seal()
 
     async def _ask_progress(self) -> None:
-        """A wait takes long, or a peer died: ask for present peers and finished microbatches."""
-        both = [asyncio.ensure_future(work) for work in (self._ask_what_is_through(), self._reruns.rerun_lost())]
-        try:
-            await asyncio.gather(*both)
-        finally:  # if one call fails, the other call is not awaited
-            for work in both:
-                work.cancel()
-
-    async def _ask_what_is_through(self) -> None:
-        """Ask for finished microbatches, and take over the rest of dead trainers; if the step is late, also of trainers
-        that give out nothing."""
+        """A wait takes long, or a peer died: ask for present peers and finished microbatches. Take over the rest of dead
+        trainers; if the step is late, also of trainers that give out nothing. Have the microbatches of dead replicas run
+        again."""
         await self._exchange.ask_everyone()
         now, due_s = self._ctx.clock.now(), self._lessons.step.seconds()
         late = now - self._position.begun >= due_s and self._ctx.meter.pulse.goes_on_s(now, due_s / 2) <= 0
         self._lasting.microbatches.take_over_orphans(self._work, late=late)
+        await self._reruns.rerun_lost()
 
     async def _begin_ahead(self) -> None:
         """Under delayed updates, begin to compute the next step during the agreement on this step."""

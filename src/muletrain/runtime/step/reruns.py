@@ -14,7 +14,6 @@ from muletrain.events import MicrobatchesRerun
 from muletrain.runtime.core.times import AGAIN_S, GONE_S
 from muletrain.runtime.core.waiting import MAX_SILENCE, Awaited
 from muletrain.runtime.microbatch.messages import Gap
-from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.exchange import MAX_ASKED
 from muletrain.units import plural
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.policy.cover import Cover
-    from muletrain.runtime.members.row import Row, Seal
+    from muletrain.runtime.members.row import Seal
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.step.company import Company
     from muletrain.runtime.step.exchange import Exchange
@@ -46,10 +45,6 @@ class Reruns:
         """Questions about gaps so far."""
         self._filled_most = 0
         """Largest number of the last gaps that some replica held."""
-        self._asked: Gap | None = None
-        """The last gaps that trainers were told of."""
-        self._told: set[PeerId] = set()
-        """The trainers told of ``_asked``."""
         self._claims: dict[PeerId, frozenset[int]] = {}
         """The last gaps that each replica claimed to hold. We stopped waiting because of that; the replica's next seal
         shows whether the claim was true."""
@@ -76,8 +71,8 @@ class Reruns:
         if not any(await asyncio.gather(*(ctx.detector.is_gone(p, state.lineage, state.step) for p in sorted(new)))):
             return
         known = self._ledger.accumulated | self._work.serving
-        for progress in (await ctx.detector.ask_all(ctx.roster.replicas(), state.lineage, state.step)).values():
-            known |= {*progress.accumulated, *progress.in_flight} if progress.current else set()
+        for row in await self._exchange.ask_replicas(live=True):
+            known |= {*row.accumulated, *row.in_flight} if row.current else set()
         await self._tell_trainers(frozenset(range(ctx.plan.microbatches)) - known, early=True)
 
     def believe_less(self, seals: dict[PeerId, Seal]) -> None:
@@ -113,16 +108,14 @@ class Reruns:
         assert state.announced is not None  # the gaps follow from our seal
         told, asked_s, known = frozenset[int](), -math.inf, frozenset[str]()
         while True:
-            await self._tell_newcomers()
             ctx.news.changed.clear()
             with_us, now_s = {*self._company.members()} - {*left_out}, ctx.clock.now()
             live = frozenset(filter(ctx.roster.is_alive, ctx.roster.replicas()))
             if not live <= known or now_s - asked_s >= max(AGAIN_S, OF_WAIT * (now_s - begin)):
                 asked_s, known, self._turn = now_s, live, self._turn + 1  # one that is back may hold the gaps
-                asked = (*ctx.roster.spread(MAX_ASKED, self._turn, tuple(sorted(live))), *self._down())
-                answers = await ctx.detector.ask_all(asked, state.lineage, state.step)
-                await self._follow(answers)
-                state.filled.update((p, frozenset(row.accumulated)) for p, row in answers.items() if row.current)
+                asked = ctx.roster.spread(MAX_ASKED, self._turn, tuple(sorted(live)))
+                answers = zip(asked, await asyncio.gather(*map(self._exchange.ask, asked)), strict=True)
+                state.filled.update((p, frozenset(row.accumulated)) for p, row in answers if row and row.current)
             if own := (gaps & self._ledger.accumulated) - told:
                 told |= own
                 self._exchange.tell(tuple(sorted(live)), filled=tuple(sorted(told)))
@@ -139,14 +132,6 @@ class Reruns:
             self._company.check()  # raises LeftOut: replicas that go on without us may hold the microbatches
             with contextlib.suppress(DeadlineExceeded):
                 await ctx.clock.deadline(ctx.news.changed.wait(), AGAIN_S, "news of gaps")
-
-    async def _follow(self, answers: dict[PeerId, Row]) -> None:
-        """Raises Behind if a replica has gone on."""
-        for peer, progress in answers.items():
-            if progress.beyond(self._state.step) and await self._exchange.went_on(peer):
-                raise Behind(
-                    f"step {self._state.step + 1}: {self._ctx.roster.name(peer)} is at step {progress.step + 1}"
-                )
 
     async def _run(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
         """Have the trainers run ``gaps`` for this stage alone, until all are filled. Raises MuletrainError when the
@@ -203,13 +188,4 @@ class Reruns:
             indices=tuple(sorted(indices)),
             without=without,
         )
-        trainers = ctx.roster.trainers()
-        self._asked, self._told = None if early else gap, {*trainers}
-        await ctx.tell(trainers, gap)
-
-    async def _tell_newcomers(self) -> None:
-        """Gaps of the last request may fall to trainers that came, or came back, meanwhile."""
-        live = {*self._ctx.roster.trainers()}
-        new, self._told = tuple(sorted(live - self._told)), live
-        if new and self._asked is not None:
-            await self._ctx.tell(new, self._asked)
+        await ctx.tell(ctx.roster.trainers(), gap)
