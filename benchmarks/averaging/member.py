@@ -63,7 +63,7 @@ async def main(rank: int, members: int, folder: Path, codec: Codec, shaped: bool
         entries: dict[int, set[str]] = {}
         changed = asyncio.Event()
 
-        averager = Averager(ctx, lambda: False, usual_round())
+        averager = Averager(ctx, tuple, usual_round())
 
         async def on_frame(sender: str, frame: Any) -> None:
             if frame.kind == Statements.KIND:

@@ -27,10 +27,10 @@ from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.averaging.rounds import Attendance, Round, RoundFailed
 from muletrain.runtime.core.times import LAG_S
 from muletrain.runtime.members.row import ShardFacts
-from muletrain.wire.codec import decode, encode, encoded_size
+from muletrain.wire.codec import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from typing import Any
 
     from torch import Tensor
@@ -73,50 +73,43 @@ class Limits:
 
 
 @dataclass
-class _Waiting:
-    """One sender's chunks of a round."""
-
-    nbytes: int = 0
-    chunks: dict[_Key, _Chunk] = field(default_factory=dict)
-
-
-@dataclass
 class _Inbox:
-    """Owns arrived chunks, also of rounds that are not known yet. Each sender has a separate bound, at which the chunks of
-    the sender's oldest round make room for those of a later one: that round failed."""
+    """Owns arrived chunks, also of rounds that are not known yet. Each sender has a separate bound, at which the sender's
+    oldest chunks make room for later ones: their round failed."""
 
-    arrived: defaultdict[PeerId, dict[bytes, _Waiting]] = field(default_factory=lambda: defaultdict(dict))
-    """By sender and round, oldest first."""
+    limits: Limits
+    arrived: defaultdict[PeerId, dict[_Key, _Chunk]] = field(default_factory=lambda: defaultdict(dict))
+    """By sender, oldest first."""
+    nbytes: Counter[PeerId] = field(default_factory=Counter)
+    """Bytes of ``arrived``, by sender."""
     waiting: dict[_Key, asyncio.Future[_Chunk]] = field(default_factory=dict)
-    seen: set[_Key] = field(default_factory=set)
-    sent: Counter[PeerId] = field(default_factory=Counter)
-    """Arrived chunks, by sender."""
+    seen: defaultdict[PeerId, set[_Key]] = field(default_factory=lambda: defaultdict(set))
+    """All chunks that came, by sender."""
 
-    def check(self, key: _Key, nbytes: int, limits: Limits) -> None:
-        """Check a chunk of ``nbytes`` before reading. Raises ProtocolError."""
-        sender = key[2]
-        if key in self.seen:
+    def check(self, key: _Key) -> None:
+        """Check a chunk before reading. Raises ProtocolError."""
+        if key in self.seen[key[2]]:
             raise Malformed(f"averaging: chunk {key[3]} twice")
-        if self.sent[sender] >= limits.sent:
-            raise Malformed(f"averaging: more than {limits.sent} chunks of one sender in one step")
-        before = self.arrived[sender].get(key[0], _Waiting())
-        if key not in self.waiting and before.nbytes + nbytes + KEPT_BYTES > limits.waiting:
-            raise ProtocolError(f"averaging: more than {limits.waiting} bytes of one sender waiting")
+        if len(self.seen[key[2]]) >= self.limits.sent:
+            raise Malformed(f"averaging: more than {self.limits.sent} chunks of one sender in one step")
 
-    def put(self, key: _Key, chunk: _Chunk, limits: Limits) -> None:
+    def put(self, key: _Key, chunk: _Chunk) -> None:
         """Take in a chunk that was checked."""
-        self.seen.add(key)
-        self.sent[key[2]] += 1
+        sender = key[2]
+        self.seen[sender].add(key)
         waiter = self.waiting.pop(key, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(chunk)
             return
-        rounds = self.arrived[key[2]]
-        waits = rounds.setdefault(key[0], _Waiting())
-        waits.nbytes += chunk[1].nbytes + KEPT_BYTES
-        waits.chunks[key] = chunk
-        while len(rounds) > ATTEMPTS_SENT or sum(w.nbytes for w in rounds.values()) > limits.waiting:
-            del rounds[next(iter(rounds))]
+        self.arrived[sender][key] = chunk
+        self.nbytes[sender] += chunk[1].nbytes + KEPT_BYTES
+        while self.nbytes[sender] > self.limits.waiting:
+            self._take(next(iter(self.arrived[sender])))
+
+    def _take(self, key: _Key) -> _Chunk:
+        chunk = self.arrived[key[2]].pop(key)
+        self.nbytes[key[2]] -= chunk[1].nbytes + KEPT_BYTES
+        return chunk
 
     def owing(self) -> dict[PeerId, int]:
         """See ``Averager.owing``."""
@@ -130,11 +123,8 @@ class _Inbox:
         """Returns a future that is done once the chunk has arrived."""
         future: asyncio.Future[_Chunk] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda f: f.cancelled() or f.exception())  # the waiter may have given up
-        waits = self.arrived[key[2]].get(key[0], _Waiting())
-        if key in waits.chunks:
-            chunk = waits.chunks.pop(key)
-            waits.nbytes -= chunk[1].nbytes + KEPT_BYTES
-            future.set_result(chunk)
+        if key in self.arrived[key[2]]:
+            future.set_result(self._take(key))
         else:
             self.waiting[key] = future
         return future
@@ -143,15 +133,14 @@ class _Inbox:
 class Averager:
     """Reduces the rounds of one step, one at a time, and sends this peer's shard to the other members."""
 
-    def __init__(self, ctx: Context, held: Callable[[], bool], usual: Usual) -> None:
-        """``held`` tells whether a replica holds a round of this step, whose gradient we can take. ``usual``: usual
-        duration of the run's rounds."""
-        self._ctx, self._held, self._usual = ctx, held, usual
+    def __init__(self, ctx: Context, holders: Callable[[], Collection[object]], usual: Usual) -> None:
+        """``holders`` returns the replicas that hold a round of this step, whose gradient we can take. ``usual``:
+        usual duration of the run's rounds."""
+        self._ctx, self._holders, self._usual = ctx, holders, usual
         self._tries = 0
         """Rounds of this step so far. Each waits twice as long for late members, because the previous round sent the
         whole gradient."""
-        self._inbox = _Inbox()
-        self._limits = Limits.of(ctx.compute.n_trained, ctx.plan.chunk)
+        self._inbox = _Inbox(Limits.of(ctx.compute.n_trained, ctx.plan.chunk))
         self._broken: set[PeerId] = set()
         self._missed: set[PeerId] = set()
         """Members whose stream ended before an awaited chunk, that took no chunk, or whose chunk is wrong."""
@@ -171,12 +160,12 @@ class Averager:
             raise ProtocolError(f"averaging: {message.KIND} from a peer of another stage")
         if chunk.codec != plan.gradients or len(chunk.shape) != 1 or not 0 < chunk.shape[0] <= plan.chunk:
             raise Malformed(f"averaging: {chunk.codec} {chunk.shape} is no chunk of a gradient")
-        self._inbox.check(_key(sender, message), encoded_size(chunk.codec, chunk.shape), self._limits)
+        self._inbox.check(_key(sender, message))
 
     def on_chunk(self, sender: PeerId, message: Shard | Reduced, tensor: Encoded) -> None:
         """Take in a chunk. Raises ProtocolError as ``expects`` does."""
         self.expects(sender, message, [tensor])
-        self._inbox.put(_key(sender, message), (message, tensor), self._limits)
+        self._inbox.put(_key(sender, message), (message, tensor))
         if self._attendance is not None:
             self._attendance.came(sender)
 
@@ -230,7 +219,7 @@ class Averager:
         result = gradient if self._ctx.plan.alone else await self._ctx.compute.room(round_.n_trained)
         me = self._ctx.net.peer_id
         self._attendance = Attendance(
-            self._ctx, round_, self.owing, self.taking, self._held, self._usual.seconds(self._tries)
+            self._ctx, round_, self.owing, self.taking, self._holders, self._usual.seconds(self._tries)
         )
         self._tries += 1
         try:
@@ -281,7 +270,7 @@ class Averager:
             parts: list[Tensor | Encoded] = []
             for member in round_.contributors:  # sorted: every run sums in the same order
                 parts.append(
-                    gradient[a:b] if member == me else (await self._fitting(round_, Shard, member, number, b - a))[1]
+                    gradient[a:b] if member == me else (await self._chunk(round_, Shard, member, number, b - a))[1]
                 )
             sent, chunk = await self._ctx.compute.offload(
                 _reduce_chunk, parts, round_.microbatches, self._ctx.plan.gradients, result[a:b], len(others) > 0
@@ -301,7 +290,7 @@ class Averager:
         """Receive the shard reduced by ``owner``."""
         facts = []
         for number, (a, b) in round_.chunks(owner):
-            message, chunk = await self._fitting(round_, Reduced, owner, number, b - a)
+            message, chunk = await self._chunk(round_, Reduced, owner, number, b - a)
             assert isinstance(message, Reduced)  # implied by the key
             try:
                 facts.append(await self._ctx.compute.offload(_store_chunk, message, chunk, result[a:b]))
@@ -311,27 +300,18 @@ class Averager:
         self.shards[round_.id][owner] = _of_shard(facts)
         return self.shards[round_.id][owner]
 
-    async def _fitting(
+    async def _chunk(
         self, round_: Round, kind: type[Shard | Reduced], sender: PeerId, number: int, size: int
     ) -> _Chunk:
-        """Wait for a chunk of ``sender`` with ``size`` values. Raises as ``_chunk``, and ProtocolError. Ends after
-        ``averaging/averager._chunk``."""
-        message, chunk = await self._chunk(round_, kind, sender, number)
-        if chunk.shape != (size,):
-            self._missed.add(sender)
-            raise ProtocolError(f"averaging: a chunk of {chunk.shape} elements instead of {size}")
-        return message, chunk
-
-    async def _chunk(self, round_: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
-        """Wait for a chunk of ``sender``. Raises PeerUnreachable when ``sender`` is marked down, or the stream ended.
-        Ends within the limits of ``averaging/rounds.watch``, which fails the round."""
+        """Wait for a chunk of ``sender`` with ``size`` values. Raises PeerUnreachable when ``sender`` is marked down, or the
+        stream ended, and ProtocolError. Ends within the limits of ``averaging/rounds.watch``, which fails the round."""
         key = (round_.id, kind.KIND, sender, number)
         arrival = self._inbox.get(key)
         if sender in self._broken and not arrival.done():
             arrival.set_exception(_broke(self._ctx.roster.name(sender)))
         try:
             with self._ctx.detector.awaiting(sender, arrival):
-                return await arrival
+                message, chunk = await arrival
         except PeerUnreachable:
             await self._ctx.clock.sleep(LAG_S)
             late = self._inbox.get(key)
@@ -340,7 +320,11 @@ class Averager:
                 self._missed |= self._broken & {sender}
                 self._gone |= {sender} - self._broken
                 raise
-            return late.result()
+            message, chunk = late.result()
+        if chunk.shape != (size,):
+            self._missed.add(sender)
+            raise ProtocolError(f"averaging: a chunk of {chunk.shape} elements instead of {size}")
+        return message, chunk
 
     async def _send(self, member: PeerId, message: Shard | Reduced, chunk: Encoded) -> None:
         self._sending[member] += 1

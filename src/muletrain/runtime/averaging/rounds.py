@@ -16,7 +16,7 @@ from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
 from muletrain.runtime.core.times import AGAIN_S, ENDLESS, GONE_S, LOOK_S, PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Set
+    from collections.abc import Callable, Collection, Mapping, Set
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
@@ -85,13 +85,13 @@ class Attendance:
         round_: Round,
         owing: Callable[[], Mapping[PeerId, int]],
         taking: Callable[[], Set[PeerId]],
-        held: Callable[[], bool],
+        holders: Callable[[], Collection[object]],
         overdue_s: float,
     ) -> None:
-        """For ``owing``, ``taking`` and ``held`` see ``Averager``. ``overdue_s``: seconds without a chunk after which a
+        """For ``owing``, ``taking`` and ``holders`` see ``Averager``. ``overdue_s``: seconds without a chunk after which a
         member that reports progress fails the round."""
         self._ctx, self._round, self._overdue_s = ctx, round_, overdue_s
-        self._owing, self._taking, self._held = owing, taking, held
+        self._owing, self._taking, self._holders = owing, taking, holders
         self._begun = ctx.clock.now()
         self._came: dict[PeerId, float] = {}
         self._asked: dict[PeerId, float] = {}
@@ -140,7 +140,7 @@ class Attendance:
             raise RoundFailed(
                 f"{who} is alive, but {'not in this round' if progress.current else f'at step {progress.step + 1}'}"
             )
-        if stuck_s > AGAIN_S and self._held():
+        if stuck_s > AGAIN_S and self._holders():
             raise RoundFailed(f"{who} makes no progress, and a replica holds the whole gradient")
         if stuck_s > GONE_S or late_s > self._overdue_s:
             raise RoundFailed(f"{who} is alive, but has sent nothing for {late_s:.0f} s")

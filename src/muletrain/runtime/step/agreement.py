@@ -62,27 +62,17 @@ class RoundAgreement:
         expelled = self._audit.expelled(seals)
         await self._audit.leave_if_faulty(expelled)
         sealed = {m: s for m, s in sealed.items() if m not in expelled}
-        return self._round(attempt, seals, sealed, cover.chosen, expelled)
-
-    def _round(
-        self,
-        attempt: int,
-        seals: dict[PeerId, Seal],
-        sealed: dict[PeerId, frozenset[int]],
-        chosen: tuple[PeerId, ...],
-        expelled: tuple[PeerId, ...],
-    ) -> Round:
         state, stage, plan = self._state, self._ctx.roster.own.stage, self._ctx.plan
         stop, leaves = any(s.stop for s in seals.values()), tuple(sorted(m for m in sealed if seals[m].leaves))
         members = tuple(sorted(sealed))
         return Round(
-            id=round_id(state.lineage, stage, state.step, attempt, sealed, chosen, stop, leaves, expelled),
+            id=round_id(state.lineage, stage, state.step, attempt, sealed, cover.chosen, stop, leaves, expelled),
             lineage=state.lineage,
             step=state.step,
             stage=stage,
             members=members,
             owners=plan.strategy.shard_owners(members),
-            contributors=tuple(m for m in chosen if sealed.get(m)),
+            contributors=tuple(m for m in cover.chosen if sealed.get(m)),
             microbatches=plan.microbatches,
             n_trained=self._ctx.compute.n_trained,
             stop=stop,

@@ -62,14 +62,7 @@ class StepRecord:
     def hash(self) -> bytes:
         """The lineage of step t + 1."""
         content = [
-            [
-                e.round,
-                [e.size, e.content, e.square_norm, e.finite],
-                e.stop,
-                list(e.leaves),
-                list(e.expelled),
-                e.tied,
-            ]
+            [e.round, [e.size, e.content, e.square_norm, e.finite], e.stop, list(e.leaves), list(e.expelled), e.tied]
             for e in self.stages
         ]
         return hashed(

@@ -22,10 +22,8 @@ from muletrain.runtime.step.state import MAX_ATTEMPTS
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from torch import Tensor
-
     from muletrain.network.base import PeerId
-    from muletrain.runtime.members.row import Seal, ShardFacts
+    from muletrain.runtime.members.row import Seal
     from muletrain.runtime.step.agreement import RoundAgreement
     from muletrain.runtime.step.company import Company
     from muletrain.runtime.step.exchange import Exchange
@@ -274,12 +272,13 @@ class Reduction:
 
     async def _average(self, round_: Round) -> MeanGradient:
         """Reduce one round. Raises RoundFailed."""
-        ctx, begin = self._ctx, self._ctx.clock.now()
+        ctx, averager, begin = self._ctx, self._state.averager, self._ctx.clock.now()
         self._reducing, self._work.round = self._state.announced, round_.id
         try:
-            chunks = Awaited("chunks of the gradient", begin, self._state.averager.owing, self._then)
-            with ctx.news.waits(chunks):
-                gradient, shards = await self._gathered(self._mean(round_))
+            accumulator = await ctx.compute.gradient(round_.step)
+            then = f"tries another round {self._lessons.averaging.seconds():.0f} s after a member's last chunk"
+            with ctx.news.waits(Awaited("chunks of the gradient", begin, averager.owing, lambda: then)):
+                gradient, shards = await self._gathered(averager.reduce(round_, accumulator))
         finally:
             self._reducing = None
         took = ctx.clock.now() - begin
@@ -305,12 +304,6 @@ class Reduction:
             holder=ctx.net.peer_id,
         )
         return MeanGradient(entry, gradient)
-
-    def _then(self) -> str:
-        return f"tries another round {self._lessons.averaging.seconds():.0f} s after a member's last chunk"
-
-    async def _mean(self, round_: Round) -> tuple[Tensor, tuple[ShardFacts, ...]]:
-        return await self._state.averager.reduce(round_, await self._ctx.compute.gradient(round_.step))
 
     async def _gathered(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work``, which receives a gradient. Other holders do not interrupt ``work`` meanwhile."""

@@ -108,7 +108,7 @@ class StepState:
         self.builder = RecordBuilder(
             self.step, self.lineage, ctx.plan.stages, position.applied, ctx.roster, ctx.clock, self._silence_s, tied
         )
-        self.averager = Averager(ctx, self.held_by_a_replica, lasting.lessons.averaging)
+        self.averager = Averager(ctx, self.holders, lasting.lessons.averaging)
         self.gradient: MeanGradient | None = None
         """The stage's whole mean gradient, once this peer has the gradient."""
         self.attested: RoundEntry | None = None
@@ -285,10 +285,6 @@ class StepState:
         """The believed attestations of live replicas to rounds of this step."""
         self._look_at_rounds()
         return self._holders
-
-    def held_by_a_replica(self) -> bool:
-        """Does a live replica hold a round of this step?"""
-        return bool(self.holders())
 
     def is_committed(self, peer: PeerId) -> bool:
         """Does ``peer`` attest to a round that it sealed? Then ``peer`` takes part in no other: if the round is
