@@ -203,7 +203,7 @@ def test_a_holder_gives_way_only_to_most_of_its_live_replicas(
             emit=given.append,
         ),
         _state=SimpleNamespace(
-            gradient=object(), builder=SimpleNamespace(record=lambda: None), step=3, is_committed=committed.__contains__
+            gradient=object(), builder=SimpleNamespace(record=lambda: None), step=3, committed=lambda: {*committed}
         ),
         _company=SimpleNamespace(views=lambda: {m: SimpleNamespace(members=tuple(v)) for m, v in views.items()}),
         _reruns=SimpleNamespace(drop=lambda: dropped.append(True)),

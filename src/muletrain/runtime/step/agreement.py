@@ -94,8 +94,9 @@ class RoundAgreement:
             return [m for m in others if m not in state.seals or state.seals[m].attempt < attempt]
 
         def lost() -> bool:
-            gone = (state.is_committed(m) or (m not in aside and state.stands_aside(m)) for m in others)
-            return not all(map(ctx.roster.is_alive, seal.members)) or any(gone)
+            aside_now = any(state.stands_aside(m) for m in others if m not in aside)
+            dead = not all(map(ctx.roster.is_alive, seal.members))
+            return dead or aside_now or not state.committed().isdisjoint(others)
 
         def outdated() -> bool:
             return state.latest_attempt(seal.members) > attempt

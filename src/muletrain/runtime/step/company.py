@@ -52,7 +52,8 @@ class Company:
         many replicas would never name the same members."""
         state, me, views = self._state, self._ctx.net.peer_id, self._known_views()
         sound = [m for m in self._ctx.roster.stage(self._ctx.roster.own.stage) if self._sound(m)]
-        able = [m for m in sound if not state.is_committed(m)]
+        committed = state.committed()
+        able = [m for m in sound if m not in committed]
         found = counted_on(me, [m for m in able if self.may_average_with(m)], views)
         whole = len(state.work.ledger.accumulated) == self._ctx.plan.microbatches
         return found if whole or len(found) > 1 else counted_on(me, able, views)

@@ -188,8 +188,6 @@ class RecordBuilder:
     """Returns how long the replicas that hold no round may take [s]."""
     tied: tuple[int, ...] = ()
     """The two stages that share parameters, if any."""
-    news: Counter[int] = field(default_factory=Counter)
-    """Number of new statements by replicas, by stage."""
     _rounds: dict[tuple[int, bytes], list[Attested]] = field(default_factory=dict)
     """Rounds by stage and id; an id has several rounds if the holders contradict each other."""
     _abstaining: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -232,13 +230,13 @@ class RecordBuilder:
             known = Attested(entry.model_copy(update={"holder": "", "without": ()}), entry.for_record())
             self._rounds.setdefault((entry.stage, entry.round), []).append(known)
         if known.add(entry):
-            self._hear(entry.stage)
+            self._heard += 1
 
     def abstain(self, stage: int, peer: str) -> None:
         """``peer`` accepts the agreement of its stage's other replicas."""
         if peer not in self._abstaining[stage]:
             self._abstaining[stage].add(peer)
-            self._hear(stage)
+            self._heard += 1
 
     def add_tied(self, peer: str, entry: TiedEntry) -> None:
         """Take in a product stated by ``peer``, of a ``tied`` stage."""
@@ -269,10 +267,6 @@ class RecordBuilder:
     def trust(self, trusting: bool) -> None:
         """Let a single peer that applied the step be enough, if no asked peer is still at the step."""
         self._trusting = trusting
-        self._heard += 1
-
-    def _hear(self, stage: int) -> None:
-        self.news[stage] += 1
         self._heard += 1
 
     def _kept(self, question: int, answer: Callable[[], T]) -> T:

@@ -64,8 +64,6 @@ class Reduction:
         """Other rounds of our stage that we knew when we attested to our round."""
         self._held_at = lasting.ctx.clock.now()
         """When we got the gradient: at the latest when this step began here."""
-        self._attested_at: tuple[bytes, int, int, bool] | None = None
-        """The round that we attested to, and our knowledge at that time."""
 
     async def hold(self, weights: bytes) -> MeanGradient:
         """Get our stage's mean gradient by a reduction with the other replicas, or from a holder. ``weights``: digest
@@ -153,10 +151,6 @@ class Reduction:
             return
         entry = gradient.entry
         overdue = ctx.clock.now() - self._held_at >= self._lessons.averaging.seconds()
-        seen = entry.round, builder.news[entry.stage], ctx.roster.version, overdue
-        if self._attested_at == seen:
-            return
-        self._attested_at = seen
         me, alive, known = ctx.net.peer_id, ctx.roster.is_alive, builder.holders(gradient.for_record)
         lacking = {m for m in entry.members if m != me and m not in known}
         without = {m for m in lacking if overdue or not alive(m)}
@@ -184,7 +178,7 @@ class Reduction:
             return
         me, live = ctx.net.peer_id, ctx.roster.stage(ctx.roster.own.stage)
         without_us = [m for m, view in self._company.views().items() if m in live and me not in view.members]
-        if 2 * sum(not state.is_committed(m) for m in without_us) > len(live):
+        if 2 * len({*without_us} - state.committed()) > len(live):
             ctx.emit(RoundGivenUp(step=state.step + 1))
             work.gave_way = True
             self._reruns.drop()

@@ -137,13 +137,6 @@ class StepState:
         """Replicas that abstain, and the first attempt after that."""
         self._done = 0, ctx.clock.now()
         """Microbatches that came on here, and since when it is so many."""
-        self._holders: list[RoundEntry] = []
-        self._committed: frozenset[PeerId] = frozenset()
-        """Replicas that attest to a round that the round's members sealed."""
-        self._heard = 0
-        """Seals heard so far."""
-        self._looked: tuple[int, int, int, frozenset[PeerId]] | None = None
-        """The last inputs of ``_holders`` and ``_committed``."""
 
     def load(self, before: StepState | None) -> None:
         """Begin the step with loaded weights. ``before``: our knowledge of the same step until then, which stays valid:
@@ -214,7 +207,6 @@ class StepState:
         self.filled.pop(sender, None)
         if len(self._views[sender]) <= MAX_VIEWS:
             self._views[sender].add(frozenset(seal.members))
-        self._heard += 1
         return True
 
     def _take_entry(self, sender: PeerId, entry: RoundEntry, *, applied: bool) -> None:
@@ -227,7 +219,6 @@ class StepState:
         self.builder.add(entry)
         if applied:
             self._views[sender].add(frozenset({*entry.members, *entry.expelled}))
-            self._heard += 1
 
     def _abstains(self, peer: PeerId, attempt: int) -> None:
         """``peer`` abstains before ``attempt``, and accepts the agreement of the other replicas."""
@@ -283,14 +274,18 @@ class StepState:
 
     def holders(self) -> list[RoundEntry]:
         """The believed attestations of live replicas to rounds of this step."""
-        self._look_at_rounds()
-        return self._holders
+        roster = self._ctx.roster
+        applied, rounds = self.builder.applied(roster.own.stage, self._long_ago_s()), self._rounds()
+        attesting = [e for r in rounds if self._believed(r, applied) for _, e in sorted(r.holders.items())]
+        return [e for e in attesting if roster.is_alive(e.holder)]
 
-    def is_committed(self, peer: PeerId) -> bool:
-        """Does ``peer`` attest to a round that it sealed? Then ``peer`` takes part in no other: if the round is
-        believed we take its gradient, else we go on without ``peer``."""
-        self._look_at_rounds()
-        return peer in self._committed
+    def committed(self) -> set[PeerId]:
+        """The replicas that attest to a round that its members sealed. They take part in no other round: if the round is
+        believed we take its gradient, else we go on without these replicas."""
+        return {m for r in self._rounds() if not self.unsealed(r) for m in r.holders}
+
+    def _rounds(self) -> list[Attested]:
+        return self.builder.rounds(self._ctx.roster.own.stage)
 
     def takes_part(self, entry: RoundEntry) -> bool:
         """Did we take part in this round, with the weights that we still have?"""
@@ -306,21 +301,7 @@ class StepState:
         """Rounds that ``holder`` attests to, but is not known to have sealed."""
         if len(self._views[holder]) > MAX_VIEWS:
             return []
-        rounds = self.builder.rounds(self._ctx.roster.own.stage)
-        return [r for r in rounds if holder in r.holders and not self.takes_part(r.facts) and self.unsealed(r)]
-
-    def _look_at_rounds(self) -> None:
-        """Decide which holders to believe, and which replicas are committed."""
-        roster = self._ctx.roster
-        applied = self.builder.applied(roster.own.stage, self._long_ago_s())
-        known = self.builder.news[roster.own.stage], roster.version, self._heard, applied
-        if self._looked == known:  # waits ask whenever anything arrives
-            return
-        rounds = self.builder.rounds(roster.own.stage)
-        attesting = [e for r in rounds if self._believed(r, applied) for _, e in sorted(r.holders.items())]
-        self._holders = [e for e in attesting if roster.is_alive(e.holder)]
-        self._committed = frozenset(m for r in rounds if not self.unsealed(r) for m in r.holders)
-        self._looked = known
+        return [r for r in self._rounds() if holder in r.holders and not self.takes_part(r.facts) and self.unsealed(r)]
 
     def _silence_s(self) -> float:
         """The time after which replicas that hold no round stay silent for good: as long as a step's microbatches take,
