@@ -57,27 +57,15 @@ KEPT_BYTES = 1 << 10
 """Bytes that a chunk costs beside its values: a liar's chunk may have a single value."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Bounds for one sender in one step: waiting bytes, and sent chunks."""
-
-    waiting: int
-    sent: int
-
-    @classmethod
-    def of(cls, n_trained: int, chunk: int) -> Limits:
-        """Returns the bounds for two members, each of which sends half of its accumulator and half of the mean. With
-        more members, each sends less."""
-        chunks = n_trained // chunk + 4
-        return cls(ATTEMPTS_WAIT * (4 * n_trained + chunks * KEPT_BYTES), ATTEMPTS_SENT * chunks)
-
-
 @dataclass
 class _Inbox:
     """Owns arrived chunks, also of rounds that are not known yet. Each sender has a separate bound, at which the sender's
     oldest chunks make room for later ones: their round failed."""
 
-    limits: Limits
+    most_bytes: int
+    """Bytes of one sender that wait, at most."""
+    most_chunks: int
+    """Chunks of one sender in a step, at most."""
     arrived: defaultdict[PeerId, dict[_Key, _Chunk]] = field(default_factory=lambda: defaultdict(dict))
     """By sender, oldest first."""
     nbytes: Counter[PeerId] = field(default_factory=Counter)
@@ -90,8 +78,8 @@ class _Inbox:
         """Check a chunk before reading. Raises ProtocolError."""
         if key in self.seen[key[2]]:
             raise Malformed(f"averaging: chunk {key[3]} twice")
-        if len(self.seen[key[2]]) >= self.limits.sent:
-            raise Malformed(f"averaging: more than {self.limits.sent} chunks of one sender in one step")
+        if len(self.seen[key[2]]) >= self.most_chunks:
+            raise Malformed(f"averaging: more than {self.most_chunks} chunks of one sender in one step")
 
     def put(self, key: _Key, chunk: _Chunk) -> None:
         """Take in a chunk that was checked."""
@@ -103,7 +91,7 @@ class _Inbox:
             return
         self.arrived[sender][key] = chunk
         self.nbytes[sender] += chunk[1].nbytes + KEPT_BYTES
-        while self.nbytes[sender] > self.limits.waiting:
+        while self.nbytes[sender] > self.most_bytes:
             self._take(next(iter(self.arrived[sender])))
 
     def _take(self, key: _Key) -> _Chunk:
@@ -140,7 +128,9 @@ class Averager:
         self._tries = 0
         """Rounds of this step so far. Each waits twice as long for late members, because the previous round sent the
         whole gradient."""
-        self._inbox = _Inbox(Limits.of(ctx.compute.n_trained, ctx.plan.chunk))
+        n_trained, chunks = ctx.compute.n_trained, ctx.compute.n_trained // ctx.plan.chunk + 4
+        # of two members, each sends half of its accumulator and half of the mean; of more members, each sends less
+        self._inbox = _Inbox(ATTEMPTS_WAIT * (4 * n_trained + chunks * KEPT_BYTES), ATTEMPTS_SENT * chunks)
         self._broken: set[PeerId] = set()
         self._missed: set[PeerId] = set()
         """Members whose stream ended before an awaited chunk, that took no chunk, or whose chunk is wrong."""
@@ -183,7 +173,7 @@ class Averager:
 
     def taking(self) -> set[PeerId]:
         """Members to which chunks are being sent."""
-        return set(self._sending)
+        return set(+self._sending)
 
     def silent(self) -> dict[PeerId, int]:
         """Live members with long overdue chunks of this attempt, see ``owing``, or with chunks lost in a broken
@@ -335,8 +325,6 @@ class Averager:
             raise
         finally:
             self._sending[member] -= 1
-            if not self._sending[member]:
-                del self._sending[member]
 
 
 def _broke(name: str) -> PeerUnreachable:

@@ -244,16 +244,15 @@ async def _while_there(ctx: Context, holders: list[PeerId], at: tuple[bytes, int
         answers = await asyncio.gather(*(ctx.detector.probe(p, *at, brief=True) for p in there))
         return [p for p, answer in zip(there, answers, strict=True) if answer is not None]
 
+    attempts = itertools.count()
     try:
-        attempts = itertools.count()
-        while there and not task.done():
+        while there:
             attempt = next(attempts)
             await asyncio.wait({task}, timeout=max(ctx.detector.suspicion_s(p, attempt) for p in there))
-            answered = None if task.done() else await unless_done(task, that_answer())
-            there = there if answered is None else answered
-        if not task.done():
-            raise PeerUnreachable("no answer to a probe", ", ".join(map(ctx.roster.name, holders)))
-        return task.result()
+            if (answered := await unless_done(task, that_answer())) is None:
+                return task.result()
+            there = answered
+        raise PeerUnreachable("no answer to a probe", ", ".join(map(ctx.roster.name, holders)))
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

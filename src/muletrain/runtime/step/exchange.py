@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.row import Row, Sync
-    from muletrain.runtime.step.record import Attested, Certificate, StepRecord
+    from muletrain.runtime.step.record import Certificate, StepRecord
     from muletrain.runtime.step.state import Lasting, StepState
 
 MAX_ASKED = 8
@@ -215,18 +215,16 @@ class Exchange:
         """Find out whether ``holder`` sealed the attested round, unless we know."""
         seal = self._state.seals.get(holder)
         asked = holder, seal.attempt if seal is not None else -1
-        if asked in self._questioned:
-            return
-        for round_ in self._state.doubtful(holder):
+        if asked not in self._questioned and self._state.doubtful(holder):
             self._questioned.add(asked)
-            self._ctx.spawn(self._ask_why(holder, round_), "ask for a seal")
+            self._ctx.spawn(self._ask_why(holder), "ask for a seal")
 
-    async def _ask_why(self, holder: PeerId, round_: Attested) -> None:
+    async def _ask_why(self, holder: PeerId) -> None:
         """Ask ``holder`` for its seal, which may have been lost. A holder announces nothing more, except a holder that
         took the round from another peer."""
         state = self._state
         if await self._sync(holder) is not None and state.current and holder in state.seals:
-            if state.unsealed(round_) and round_.holders.keys() == {holder}:
+            if any(round_.holders.keys() == {holder} for round_ in state.doubtful(holder)):
                 self._ctx.refused(holder, "round entry: its members are not what its holder sealed")
             self._ctx.news.touched()
 

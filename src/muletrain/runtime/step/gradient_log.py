@@ -81,7 +81,7 @@ class GradientLog:
         now = self._ctx.clock.now()
         self._followers = {p: f for p, f in self._followers.items() if now - f[1] < GONE_S}
         needed = min((step for step, _ in self._followers.values()), default=builder.step)
-        while len(past) > 1 and (past[0].step < needed or len(past) > MAX_STEPS or self._excess()):
+        while len(past) > 1 and (past[0].step < needed or len(past) > MAX_STEPS or self.nbytes > self._limit):
             past.popleft()
         if len(past) > 1:
             self._ctx.spawn(self._pack(past[-2]), "pack")
@@ -94,9 +94,6 @@ class GradientLog:
     def nbytes(self) -> int:
         """Bytes of the gradients beside the last."""
         return sum(p.nbytes for p in list(self._past)[:-1])
-
-    def _excess(self) -> bool:
-        return self.nbytes > self._limit
 
     async def _pack(self, past: _Past) -> None:
         """Replace a gradient by its copy, which needs a half or a quarter of the memory."""

@@ -233,10 +233,10 @@ class Reduction:
 
     async def _reduce(self, weights: bytes) -> MeanGradient:
         """Make attempts until one succeeds. Raises _HeldElsewhere when another replica succeeded first."""
-        ctx, step, averager, failed = self._ctx, self._state.step, self._state.averager, 0
+        ctx, step, averager = self._ctx, self._state.step, self._state.averager
         for tries in range(MAX_ATTEMPTS):
             if tries >= SWIFT_TRIES:  # the cause lasts longer
-                await self._pause(pause_s(tries - SWIFT_TRIES))
+                await self._waits.watched(ctx.clock.sleep(pause_s(tries - SWIFT_TRIES)))
             attempt = self._agreement.next_attempt()
             averager.begin()
             try:
@@ -251,18 +251,12 @@ class Reduction:
                 self._work.ledger.reopen(keep=True)
                 self._company.note_silent(averager.silent())
                 self._company.note(averager.gone())
-                failed += 1
-                if failed > 1:  # each attempt sends the whole gradient
-                    await self._pause(pause_s(failed - 2))
                 await self._exchange.ask_replicas(live=True)
             except LeftOut:
                 await self._agreement.look_on()
         raise MuletrainError(
             f"step {step + 1}: {MAX_ATTEMPTS} attempts to average the stage failed; see the events for why"
         )
-
-    async def _pause(self, seconds: float) -> None:
-        await self._waits.watched(self._ctx.clock.sleep(seconds))
 
     async def _average(self, round_: Round) -> MeanGradient:
         """Reduce one round. Raises RoundFailed."""

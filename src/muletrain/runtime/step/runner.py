@@ -127,11 +127,8 @@ class StepRunner:
     async def meet(self, *, sure: bool) -> None:
         """We were away: ask replicas about this step. Raises Behind if the replicas have gone on, or if most have
         another history, unless we are ``sure`` of our history: then the replicas lied."""
-        answers, step, applied = (
-            await self.exchange.ask_replicas(live=True),
-            self._position.step,
-            self._position.applied,
-        )
+        answers = await self.exchange.ask_replicas(live=True)
+        step, applied = self._position.step, self._position.applied
         if sure:
             return
         others = [h for h in answers if h.step == step and h.lineage not in (b"", applied)]
