@@ -47,7 +47,7 @@ HEADERS = 1 << 16
 
 @dataclass(eq=False)
 class MeanGradient:
-    """A stage's whole mean gradient, flat fp32 [G], and its round entry. Neither changes."""
+    """A stage's whole mean gradient, flat fp32 [G], and its round entry. Neither changes, until ``pack``."""
 
     entry: RoundEntry
     values: Tensor
@@ -55,23 +55,37 @@ class MeanGradient:
     """Copies for sending, one tensor per piece, made on first request: the whole gradient (False), and the pieces with
     tied parameters (True)."""
 
+    @property
+    def step(self) -> int:
+        return self.entry.step
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values, or of the copy if only that is left."""
+        return self.values.nbytes if len(self.values) else self._packed[False].result().size
+
     @cached_property
     def for_record(self) -> StageEntry:
         """The round's facts for the step record."""
         return self.entry.for_record()
 
     def has(self, name: bytes, *, tied: bool) -> bool:
-        """Does ``name``, by round or by digest, name this gradient's copy?"""
+        """Does ``name``, by round or by digest, name this gradient's copy, which is here or can be made?"""
         round_, made = self.entry.round, self._packed.get(tied)
-        return name == (tied_name(round_) if tied else round_) or (
-            made is not None and made.done() and name == made.result().digest
-        )
+        if made is not None and made.done() and name == made.result().digest:
+            return True
+        return name == (tied_name(round_) if tied else round_) and (made is not None or len(self.values) > 0)
 
     async def image(self, ctx: Context, *, tied: bool = False) -> StateImage:
         """Return one of ``_packed``. Ends within the time of this peer's own work."""
         if tied not in self._packed:
             self._packed[tied] = ctx.spawn(self._pack(ctx, tied=tied), "pack")
         return await asyncio.shield(self._packed[tied])
+
+    async def pack(self, ctx: Context) -> None:
+        """Keep only the copy of the whole gradient, for sending in the background."""
+        image = await self.image(ctx)
+        image.channel, self.values = Channel.BULK, self.values.new_empty(0)
 
     async def _pack(self, ctx: Context, *, tied: bool) -> StateImage:
         pieces = dict[str, Tensor]()
@@ -90,12 +104,17 @@ class TiedPart:
     entry: StageEntry
     values: Tensor
     """fp32 [T], see ``optim.tied``."""
-    image: StateImage
+    packed: StateImage
     """The received copy, for sending."""
+    step: int
 
-    def has(self, name: bytes) -> bool:
+    def has(self, name: bytes, *, tied: bool) -> bool:
         """Does ``name`` name this copy?"""
-        return name in (tied_name(self.entry.round), self.image.digest)
+        return tied and name in (tied_name(self.entry.round), self.packed.digest)
+
+    async def image(self, ctx: Context, *, tied: bool) -> StateImage:
+        """See ``MeanGradient``."""
+        return self.packed
 
 
 def _tied_pieces(ctx: Context, stage: int) -> dict[int, int]:
@@ -154,7 +173,7 @@ async def fetch_tied(
             raise ProtocolError("what is tied in the gradient is not what its holders attest")
         image = StateImage({_name(k): piece for k, piece in pieces.items()}, Channel.AVERAGE)
         await image.name(ctx.compute.offload)
-        return TiedPart(entry, values, image)
+        return TiedPart(entry, values, image, at[1])
 
     return await _from_holders(ctx, tied_name(entry.round), at, holders, take)
 

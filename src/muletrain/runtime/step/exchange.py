@@ -104,9 +104,8 @@ class Exchange:
                 self.tell((sender,), entry=state.attested)
         if said.stage == ctx.roster.own.stage and (said.seal or said.entry):
             self._question(sender)
-        for member in (
-            said.entry.without if said.entry is not None else ()
-        ):  # a round counts only if such members are down
+        given_up = () if said.entry is None else said.entry.without
+        for member in given_up:  # a round counts only if such members are down
             ctx.detector.look_after(member, state.lineage, state.step)
         ctx.news.touched()
         if not self._work.all_completed and (said.seal or said.entry or said.entries):

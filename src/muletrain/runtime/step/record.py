@@ -190,7 +190,8 @@ class RecordBuilder:
     """The two stages that share parameters, if any."""
     _rounds: dict[tuple[int, bytes], list[Attested]] = field(default_factory=dict)
     """Rounds by stage and id; an id has several rounds if the holders contradict each other."""
-    _abstaining: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    abstaining: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Replicas that accept the agreement of their stage's other replicas, by stage."""
     _claims: dict[str, _Claim] = field(default_factory=dict)
     _certificates: dict[int, dict[str, Certificate]] = field(default_factory=lambda: defaultdict(dict))
     """By stage and peer of that stage."""
@@ -217,14 +218,9 @@ class RecordBuilder:
         self._check(entry)
         rounds = self._rounds.get((entry.stage, entry.round), [])
         known = next((k for k in rounds if same_facts(entry, k.facts)), None)
-        if known is None or entry.holder not in known.holders:
-            said = sum(
-                entry.holder in k.holders for (s, _), each in self._rounds.items() for k in each if s == entry.stage
-            )
-            if said >= self.MAX_ROUNDS:
-                raise ProtocolError(
-                    f"stage {entry.stage}: more than {self.MAX_ROUNDS} rounds of one holder in one step"
-                )
+        new = known is None or entry.holder not in known.holders
+        if new and sum(entry.holder in k.holders for k in self.rounds(entry.stage)) >= self.MAX_ROUNDS:
+            raise ProtocolError(f"stage {entry.stage}: more than {self.MAX_ROUNDS} rounds of one holder in one step")
         if known is None:
             self._check_facts(entry)
             known = Attested(entry.model_copy(update={"holder": "", "without": ()}), entry.for_record())
@@ -234,8 +230,8 @@ class RecordBuilder:
 
     def abstain(self, stage: int, peer: str) -> None:
         """``peer`` accepts the agreement of its stage's other replicas."""
-        if peer not in self._abstaining[stage]:
-            self._abstaining[stage].add(peer)
+        if peer not in self.abstaining[stage]:
+            self.abstaining[stage].add(peer)
             self._heard += 1
 
     def add_tied(self, peer: str, entry: TiedEntry) -> None:
@@ -305,17 +301,11 @@ class RecordBuilder:
         """Number of peers that claim to have applied this step."""
         return len(self._claims)
 
-    def applied(self, stage: int, before_s: float) -> frozenset[str]:
-        """Live replicas of ``stage`` that have applied the step, as we heard before ``before_s``. Such a replica makes no
-        other round."""
+    def applied(self, stage: int, before_s: float) -> list[StageEntry]:
+        """The rounds of ``stage`` that its live replicas applied, as we heard before ``before_s``. Such a replica makes no
+        other round. (A round's id alone would let another peer give it other facts.)"""
         live, claims = self.live.stage(stage), self._claims.items()
-        return frozenset(peer for peer, claim in claims if peer in live and claim.heard_s <= before_s)
-
-    def has_applied(self, peer: str, entry: StageEntry) -> bool:
-        """Did ``peer`` say that it applied a record with this round? The id alone would let another peer give it other
-        facts."""
-        claim = self._claims.get(peer)
-        return claim is not None and claim.record.stages[entry.stage] == entry
+        return [c.record.stages[stage] for peer, c in claims if peer in live and c.heard_s <= before_s]
 
     def rounds(self, stage: int) -> list[Attested]:
         """The rounds of ``stage``, most holders first."""
@@ -337,10 +327,6 @@ class RecordBuilder:
         """The round ``entry`` in the words of a holder; None: no holder told us."""
         known = self._known(entry)
         return None if known is None else known.holders[min(known.holders)]
-
-    def abstaining(self, stage: int) -> frozenset[str]:
-        """Replicas of ``stage`` that abstain."""
-        return frozenset(self._abstaining[stage])
 
     def record(self) -> StepRecord | None:
         """``R_t``, once a round of every stage counts, or enough peers applied the record; else None."""
@@ -370,7 +356,7 @@ class RecordBuilder:
         attesting = {
             m for (stage, _), each in self._rounds.items() if stage in undecided for k in each for m in k.holders
         }
-        voters = [p for stage in undecided for p in self.live.voters(stage) if p not in self._abstaining[stage]]
+        voters = [p for stage in undecided for p in self.live.voters(stage) if p not in self.abstaining[stage]]
         return tuple(p for p in voters if p not in attesting)
 
     def settle(self) -> None:
@@ -385,7 +371,7 @@ class RecordBuilder:
 
     def _choice(self, stage: int) -> Attested | None:
         """The round of ``stage`` that counts, if any."""
-        return self._kept(stage, lambda: self._counting(stage, {*self.live.voters(stage)} - self._abstaining[stage]))
+        return self._kept(stage, lambda: self._counting(stage, {*self.live.voters(stage)} - self.abstaining[stage]))
 
     def _counting(self, stage: int, voters: set[str]) -> Attested | None:
         rounds, live = self.rounds(stage), self.live.stage(stage)
@@ -446,7 +432,7 @@ class RecordBuilder:
         votes = {peer: product for peer, product in stated.items() if abs(product) <= most}
         elsewhere = {m for e in chosen for k in self.rounds(e.stage) if k.entry != e for m in k.holders}
         elsewhere -= {m for e in chosen for m in self.holders(e)}
-        voters = live - elsewhere - {m for e in chosen for m in self._abstaining[e.stage]}
+        voters = live - elsewhere - {m for e in chosen for m in self.abstaining[e.stage]}
         product, count = min(Counter(votes.values()).items(), key=lambda item: (-item[1], item[0]), default=(0.0, 0))
         product += 0.0  # -0.0 is equal to 0.0, but hashes differ
         if 2 * count > len(voters | votes.keys()):

@@ -220,14 +220,11 @@ class Reduction:
     async def _fetch(self, entry: RoundEntry, holders: list[PeerId]) -> MeanGradient | None:
         """Take the gradient of ``entry`` from ``holders``. Holders outside our company come last, because their chunks
         may not arrive."""
-        with_us = [p for p in holders if self._company.may_average_with(p)]
-        for asked in (with_us, [p for p in holders if p not in with_us]):
-            gradient = await fetch_gradient(self._ctx, self._lasting.downloader, entry, asked)
-            if gradient is not None:
-                if self._ctx.net.peer_id not in entry.members:  # the gradient lacks our accumulator
-                    self._work.uncount()
-                return gradient
-        return None
+        trusted = sorted(holders, key=lambda p: not self._company.may_average_with(p))
+        gradient = await fetch_gradient(self._ctx, self._lasting.downloader, entry, trusted)
+        if gradient is not None and self._ctx.net.peer_id not in entry.members:  # the gradient lacks our accumulator
+            self._work.uncount()
+        return gradient
 
     # Reducing it ------------------------------------------------------------------------------------------------------
 

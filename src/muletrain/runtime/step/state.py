@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.leaving import Departure
-    from muletrain.runtime.members.row import RoundEntry, Seal, Statements, TiedEntry
+    from muletrain.runtime.members.row import RoundEntry, Seal, StageEntry, Statements, TiedEntry
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.microbatches import Microbatches
     from muletrain.runtime.microbatch.position import Position
@@ -299,8 +299,6 @@ class StepState:
 
     def doubtful(self, holder: PeerId) -> list[Attested]:
         """Rounds that ``holder`` attests to, but is not known to have sealed."""
-        if len(self._views[holder]) > MAX_VIEWS:
-            return []
         return [r for r in self._rounds() if holder in r.holders and not self.takes_part(r.facts) and self.unsealed(r)]
 
     def _silence_s(self) -> float:
@@ -318,17 +316,16 @@ class StepState:
         long_ago_s = now - self._lessons.step.seconds()
         return long_ago_s if self._done[1] <= long_ago_s else -math.inf
 
-    def _believed(self, round_: Attested, applied: Collection[PeerId]) -> bool:
+    def _believed(self, round_: Attested, applied: Collection[StageEntry]) -> bool:
         """We know a round of ours by its shards. A round without us counts if most of the other replicas attest to it;
-        a single other replica is enough. So does a round that one of ``applied`` (``RecordBuilder.applied``) applied: if
+        a single other replica is enough. So does a round in ``applied`` (``RecordBuilder.applied``): if
         each of the others waited for the next one's word, none would be most."""
         if self.takes_part(round_.facts):
             return self._contradiction(round_.facts) is None
         stage, me, holders = self._ctx.roster.own.stage, self._ctx.net.peer_id, round_.holders.keys()
-        others = (set(self._ctx.roster.stage(stage)) | holders) - self.builder.abstaining(stage) - {me}
+        others = (set(self._ctx.roster.stage(stage)) | holders) - self.builder.abstaining[stage] - {me}
         most = 2 * len(holders) > len(others | holders)
-        most |= any(self.builder.has_applied(peer, round_.entry) for peer in applied)
-        return most and not self.unsealed(round_)
+        return (most or round_.entry in applied) and not self.unsealed(round_)
 
     def _contradiction(self, entry: RoundEntry) -> str | None:
         """Why a round that names us cannot be as its holder says; None: no contradiction. Until we have reduced our
