@@ -117,7 +117,7 @@ class RoundAgreement:
         self._company.check()
         self._company.note(m for m in seal.members if not ctx.roster.is_alive(m))
         if lost() or outdated():  # sets of different attempts do not fit together
-            self._company.note_outran(m for m in others if m in state.seals and state.seals[m].attempt > attempt)
+            self._company.note_outran(seal)
             return None
         if late := missing():
             self._company.note_overdue(late)

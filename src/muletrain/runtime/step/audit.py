@@ -88,8 +88,7 @@ class Audit:
     async def reconsider(self) -> None:
         """Empty an accumulator that activations of other peers made non-finite, perhaps by a single fault; once a step,
         and not if the accumulator holds a second result."""
-        again = {i for s in self._state.seals.values() for i in s.gave_up}
-        if self._reconsidered or not self._ledger.excused or again & self._ledger.accumulated:
+        if self._reconsidered or not self._ledger.excused or _again(self._state.seals) & self._ledger.accumulated:
             return
         if not np.isfinite(unpacked(await self.sketch())).all():
             self._reconsidered = True

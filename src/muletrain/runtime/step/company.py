@@ -124,9 +124,10 @@ class Company:
         """``members`` are at fault (``MAX_FAULTS``)."""
         self._faults.update(members)
 
-    def note_outran(self, members: Iterable[PeerId]) -> None:
-        """``members`` made a later attempt while we waited for this one."""
-        self._outran.update(members)
+    def note_outran(self, seal: Seal) -> None:
+        """Members of our ``seal`` may have made a later attempt while we waited for that one."""
+        known = self._state.seals
+        self._outran.update(m for m in seal.members if m in known and known[m].attempt > seal.attempt)
 
     def note_stalled(self) -> None:
         """The replicas that go on without us get nowhere: stop waiting, in this step and some that follow. Reports may

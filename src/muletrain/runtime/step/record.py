@@ -114,8 +114,6 @@ class Attested:
     facts: RoundEntry
     entry: StageEntry
     holders: dict[str, RoundEntry] = field(default_factory=dict)
-    given_up: set[str] = field(default_factory=set)
-    """Members that a holder goes on without."""
 
     def add(self, entry: RoundEntry) -> bool:
         """Take in a holder's entry. False: no news."""
@@ -125,13 +123,13 @@ class Attested:
                 return False
             entry = entry.model_copy(update={"without": tuple(sorted({*entry.without, *before.without}))})
         self.holders[entry.holder] = entry
-        self.given_up |= {*entry.without}
         return True
 
     def complete(self, live: Collection[str], attesting: Collection[str]) -> bool:
         """Does every member hold the gradient, except members that are given up by a holder, down, or attest to another
         round?"""
-        lacking = set(self.facts.members) - self.holders.keys() - self.given_up
+        given_up = {member for entry in self.holders.values() for member in entry.without}
+        lacking = set(self.facts.members) - self.holders.keys() - given_up
         return not any(m in live and m not in attesting for m in lacking)
 
 
@@ -139,14 +137,6 @@ _PRODUCT, _RECORD = -1, -2
 """Stand among stages for the product of tied parameters, and for the record."""
 SLACK = 1 + 1e-3
 """Factor by which rounding may make a product larger than the norms allow."""
-
-
-class _Claim(NamedTuple):
-    """A record that a peer claims to have applied."""
-
-    record: StepRecord
-    heard_s: float
-    """When we first heard of it."""
 
 
 class Certificate(NamedTuple):
@@ -192,7 +182,10 @@ class RecordBuilder:
     """Rounds by stage and id; an id has several rounds if the holders contradict each other."""
     abstaining: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Replicas that accept the agreement of their stage's other replicas, by stage."""
-    _claims: dict[str, _Claim] = field(default_factory=dict)
+    _claims: dict[str, StepRecord] = field(default_factory=dict)
+    """The record that each peer claims to have applied."""
+    _claimed_s: dict[str, float] = field(default_factory=dict)
+    """When we first heard of each of ``_claims``."""
     _certificates: dict[int, dict[str, Certificate]] = field(default_factory=lambda: defaultdict(dict))
     """By stage and peer of that stage."""
     _answers: dict[int, Any] = field(default_factory=dict)
@@ -254,9 +247,8 @@ class RecordBuilder:
         record = StepRecord(self.step, self.previous, entries, product)
         if record.hash != hash_:
             return False
-        before = self._claims.get(peer)
-        heard_s = before.heard_s if before is not None and before.record == record else self.clock.now()
-        self._claims[peer] = _Claim(record, heard_s)
+        if self._claims.get(peer) != record:
+            self._claims[peer], self._claimed_s[peer] = record, self.clock.now()
         self._heard += 1
         return True
 
@@ -305,7 +297,7 @@ class RecordBuilder:
         """The rounds of ``stage`` that its live replicas applied, as we heard before ``before_s``. Such a replica makes no
         other round. (A round's id alone would let another peer give it other facts.)"""
         live, claims = self.live.stage(stage), self._claims.items()
-        return [c.record.stages[stage] for peer, c in claims if peer in live and c.heard_s <= before_s]
+        return [r.stages[stage] for peer, r in claims if peer in live and self._claimed_s[peer] <= before_s]
 
     def rounds(self, stage: int) -> list[Attested]:
         """The rounds of ``stage``, most holders first."""
@@ -367,7 +359,7 @@ class RecordBuilder:
         """Do at least two peers attest to the members that ``stage`` expels? A single peer could lie."""
         chosen, record = self._choice(stage), self.record()
         attesting = len(chosen.holders) if chosen is not None else 0
-        return attesting > 1 or sum(c.record == record for c in self._claims.values()) > 1
+        return attesting > 1 or sum(claim == record for claim in self._claims.values()) > 1
 
     def _choice(self, stage: int) -> Attested | None:
         """The round of ``stage`` that counts, if any."""
@@ -448,13 +440,13 @@ class RecordBuilder:
         if not self._claims:
             return (), 0.0
         others = sum(len(self.live.stage(stage)) for stage in range(self.stages)) - 1
-        hashes = Counter(c.record.hash for c in self._claims.values())
+        hashes = Counter(claim.hash for claim in self._claims.values())
         most, count = min(hashes.items(), key=lambda item: (-item[1], item[0]))
         unknown = [stage for stage in range(self.stages) if self._counts(stage) is None] or self.tied
         alone = self._trusting or not any(map(self.live.stage, unknown))  # no other peer could tell us
         if 2 * count <= len(self._claims) or count < (1 if alone else min(2, others)):
             return (), 0.0
-        return next((c.record.stages, c.record.product) for c in self._claims.values() if c.record.hash == most)
+        return next((claim.stages, claim.product) for claim in self._claims.values() if claim.hash == most)
 
 
 def said_by_most(said: Sequence[T]) -> tuple[T | None, int]:

@@ -124,9 +124,7 @@ class Reduction:
         if self._position.interrupted is not None:
             raise self._position.interrupted
         if (seal := self._reducing) is not None and state.latest_attempt(seal.members) > seal.attempt:
-            self._company.note_outran(
-                m for m in seal.members if m in state.seals and state.seals[m].attempt > seal.attempt
-            )
+            self._company.note_outran(seal)
             raise RoundFailed(f"averaging step {state.step + 1}: another attempt has begun")
         self.attest()  # again, where a member is lost or another round is heard of
         self._exchange.speak()
@@ -220,11 +218,14 @@ class Reduction:
     async def _fetch(self, entry: RoundEntry, holders: list[PeerId]) -> MeanGradient | None:
         """Take the gradient of ``entry`` from ``holders``. Holders outside our company come last, because their chunks
         may not arrive."""
-        trusted = sorted(holders, key=lambda p: not self._company.may_average_with(p))
-        gradient = await fetch_gradient(self._ctx, self._lasting.downloader, entry, trusted)
-        if gradient is not None and self._ctx.net.peer_id not in entry.members:  # the gradient lacks our accumulator
-            self._work.uncount()
-        return gradient
+        with_us = [p for p in holders if self._company.may_average_with(p)]
+        for asked in (with_us, [p for p in holders if p not in with_us]):
+            gradient = await fetch_gradient(self._ctx, self._lasting.downloader, entry, asked)
+            if gradient is not None:
+                if self._ctx.net.peer_id not in entry.members:  # the gradient lacks our accumulator
+                    self._work.uncount()
+                return gradient
+        return None
 
     # Reducing it ------------------------------------------------------------------------------------------------------
 
