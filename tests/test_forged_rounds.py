@@ -222,7 +222,7 @@ def test_a_member_that_seals_again_and_again_ends_no_run(seed: int, liar: str) -
     lies = Fault(0.3, "lie", (liar,), FOR_EVER_S, how="hurry")
     outcome = play(Scenario(seed, (2, 3), 2, 4, 8, 0.02, (lies,), checkpoint_every=1))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert outcome.virtual_s < 60.0
+    assert outcome.virtual_s < 150.0
 
 
 def test_a_replica_that_answers_but_never_seals_is_left_out_of_many_steps() -> None:

@@ -46,17 +46,12 @@ class Company:
         """Replicas whose weights differ from most."""
 
     def members(self) -> tuple[PeerId, ...]:
-        """The members that a round of ours would have now, ourselves included. Rather than be alone and lack
-        microbatches, we count on a replica that hurries, which may not be the liar. We count on replicas that stand
+        """The members that a round of ours would have now, ourselves included. We count on replicas that stand
         aside, which then come back: if we left them out, each replica would name the members seen at that moment, and
         many replicas would never name the same members."""
-        state, me, views = self._state, self._ctx.net.peer_id, self._known_views()
-        sound = [m for m in self._ctx.roster.stage(self._ctx.roster.own.stage) if self._sound(m)]
-        committed = state.committed()
-        able = [m for m in sound if m not in committed]
-        found = counted_on(me, [m for m in able if self.may_average_with(m)], views)
-        whole = len(state.work.ledger.accumulated) == self._ctx.plan.microbatches
-        return found if whole or len(found) > 1 else counted_on(me, able, views)
+        stage, committed = self._ctx.roster.stage(self._ctx.roster.own.stage), self._state.committed()
+        able = [m for m in stage if m not in committed and self.may_average_with(m)]
+        return counted_on(self._ctx.net.peer_id, able, self._known_views())
 
     def without(self, left_out: Collection[PeerId] = ()) -> tuple[PeerId, ...]:
         """Replicas that a round of ours would not have, or that are ``left_out``: live replicas first, since messages
@@ -67,10 +62,8 @@ class Company:
 
     def may_average_with(self, peer: PeerId) -> bool:
         """Do we trust ``peer`` enough for averaging?"""
-        return self._sound(peer) and not self._hurries(peer)
-
-    def _sound(self, peer: PeerId) -> bool:
-        return self._faults[peer] < MAX_FAULTS and not self.is_apart(peer) and peer not in self._differing
+        faulty = self._faults[peer] >= MAX_FAULTS or peer in self._differing
+        return not (faulty or self.is_apart(peer) or self._hurries(peer))
 
     def _hurries(self, peer: PeerId) -> bool:
         """Does ``peer`` end more of our attempts than any other replica, ``MAX_OUTRAN`` or more? A liar can drive honest
