@@ -115,15 +115,12 @@ class Attested:
     entry: StageEntry
     holders: dict[str, RoundEntry] = field(default_factory=dict)
 
-    def add(self, entry: RoundEntry) -> bool:
-        """Take in a holder's entry. False: no news."""
-        before = self.holders.get(entry.holder)
-        if before is not None:
-            if set(entry.without) <= set(before.without):
-                return False
-            entry = entry.model_copy(update={"without": tuple(sorted({*entry.without, *before.without}))})
-        self.holders[entry.holder] = entry
-        return True
+    def add(self, entry: RoundEntry) -> None:
+        """Take in a holder's entry. Members that the holder has given up stay so."""
+        before = self.holders.setdefault(entry.holder, entry)
+        if not set(entry.without) <= set(before.without):
+            without = tuple(sorted({*entry.without, *before.without}))
+            self.holders[entry.holder] = entry.model_copy(update={"without": without})
 
     def complete(self, live: Collection[str], attesting: Collection[str]) -> bool:
         """Does every member hold the gradient, except members that are given up by a holder, down, or attest to another
@@ -190,10 +187,8 @@ class RecordBuilder:
     """By stage and peer of that stage."""
     _answers: dict[int, Any] = field(default_factory=dict)
     """See ``_kept``."""
-    _seen: tuple[int, int] = (0, 0)
-    """Statements heard, and the version of the live peers, at the time of ``_answers``."""
-    _heard: int = 0
-    """Statements heard so far."""
+    _version: int = 0
+    """Version of the live peers at the time of ``_answers``."""
     _undecided: dict[int, float] = field(default_factory=dict)
     """Stages whose voters have all attested without a majority, with the time since then."""
     _products: dict[str, TiedEntry] = field(default_factory=dict)
@@ -218,26 +213,25 @@ class RecordBuilder:
             self._check_facts(entry)
             known = Attested(entry.model_copy(update={"holder": "", "without": ()}), entry.for_record())
             self._rounds.setdefault((entry.stage, entry.round), []).append(known)
-        if known.add(entry):
-            self._heard += 1
+        known.add(entry)
+        self._answers.clear()
 
     def abstain(self, stage: int, peer: str) -> None:
         """``peer`` accepts the agreement of its stage's other replicas."""
-        if peer not in self.abstaining[stage]:
-            self.abstaining[stage].add(peer)
-            self._heard += 1
+        self.abstaining[stage].add(peer)
+        self._answers.clear()
 
     def add_tied(self, peer: str, entry: TiedEntry) -> None:
         """Take in a product stated by ``peer``, of a ``tied`` stage."""
         self._products[peer] = entry
-        self._heard += 1
+        self._answers.clear()
 
     def certify(self, peer: str, stage: int, certificate: Certificate) -> None:
         """``peer`` of ``stage`` says that a round of its stage counts. Raises ProtocolError for another stage's round."""
         if certificate.entry.stage != stage:
             raise ProtocolError(f"a certificate of stage {certificate.entry.stage} from a peer of stage {stage}")
         self._certificates[stage][peer] = certificate
-        self._heard += 1
+        self._answers.clear()
 
     def claim(self, peer: str, entries: tuple[StageEntry, ...], hash_: bytes, product: float = 0.0) -> bool:
         """``peer`` says that it applies the record of ``entries`` and ``product``. False if ``hash_`` shows another
@@ -249,19 +243,19 @@ class RecordBuilder:
             return False
         if self._claims.get(peer) != record:
             self._claims[peer], self._claimed_s[peer] = record, self.clock.now()
-        self._heard += 1
+        self._answers.clear()
         return True
 
     def trust(self, trusting: bool) -> None:
         """Let a single peer that applied the step be enough, if no asked peer is still at the step."""
         self._trusting = trusting
-        self._heard += 1
+        self._answers.clear()
 
     def _kept(self, question: int, answer: Callable[[], T]) -> T:
         """``answer()`` for a stage, or one of the names beside stages. Computed again only after news, or while the
         question is undecided, which time decides: waits ask whenever anything arrives."""
-        if self._seen != (seen := (self._heard, self.live.version)):
-            self._seen = seen
+        if self._version != self.live.version:
+            self._version = self.live.version
             self._answers.clear()
         open_ = question in self._undecided or (question < 0 and self._undecided)
         if open_ or question not in self._answers:
