@@ -24,10 +24,10 @@ from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery import forks as lineages
 from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step import agreement, audit, record
-from muletrain.runtime.step.exchange import Exchange
 from muletrain.runtime.step.record import Attested, StepRecord
 from muletrain.runtime.step.reruns import Reruns
 from muletrain.runtime.step.runner import StepRunner
+from muletrain.runtime.step.state import StepState
 from muletrain.wire.codec import decode
 from tests.planted_state import (
     a_device_is_never_late,
@@ -138,7 +138,7 @@ def gaps_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def one_holder_is_enough(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Attested, "complete", lambda self, live, attesting: True)
-    patch.setattr(record, "held_by_most", lambda rounds, voters: rounds)
+    patch.setattr(record, "held_by_most", lambda rounds, voters, tie=0: rounds)
 
 
 def attests_before_it_holds(patch: pytest.MonkeyPatch) -> None:
@@ -284,12 +284,11 @@ def counts_what_it_gave_up(patch: pytest.MonkeyPatch) -> None:
 def anyone_speaks_for_anyone(patch: pytest.MonkeyPatch) -> None:
     """One round entry is the word of all its members."""
 
-    def on_entry(self: Exchange, sender: str, entry: Any) -> None:
+    def take_entry(self: StepState, sender: str, entry: Any, *, applied: bool) -> None:
         for member in entry.members:
-            self._state.builder.add(entry.model_copy(update={"holder": member, "without": ()}))
-        self._ctx.news.touched()
+            self.builder.add(entry.model_copy(update={"holder": member, "without": ()}))
 
-    patch.setattr(Exchange, "on_entry", on_entry)
+    patch.setattr(StepState, "_take_entry", take_entry)
 
 
 def waits_have_no_end(patch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from muletrain.clock import LoopClock
 from muletrain.events import EventLog
@@ -14,10 +14,8 @@ from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.runner import StepRunner
 
 if TYPE_CHECKING:
-    from muletrain.network.base import PeerId
     from muletrain.runs.spec import WorkerSpec
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.microbatch.inflight import InFlightStep
 
 
 TICKET = str(Ticket("run", bytes(32), bytes(32), ()))
@@ -29,16 +27,10 @@ def host_of(spec: WorkerSpec) -> Host:
 
 
 class _Nobody:
-    """Has no trainers, meets nobody of another lineage, and loses nothing when it leaves."""
+    """Has no trainers, computes nothing ahead, meets nobody of another lineage, and loses nothing when it leaves."""
 
-    def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
-        pass
-
-    async def begin_ahead(self, work: InFlightStep) -> None:
-        pass
-
-    def met(self, peer: PeerId, step: int) -> None:
-        pass
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: None
 
     def unsafe(self) -> str | None:
         return None
@@ -46,5 +38,7 @@ class _Nobody:
 
 def runner_of(ctx: Context) -> StepRunner:
     """At step 0."""
-    nobody, position = _Nobody(), Position(ctx, 0, ctx.roster.genesis.lineage)
-    return StepRunner(ctx, position, GradientLog(ctx, 0), Departure(ctx, nobody), nobody, nobody, ctx.downloader())
+    nobody: Any = _Nobody()
+    position = Position(ctx, 0, ctx.roster.genesis.lineage)
+    departure, log = Departure(ctx, nobody), GradientLog(ctx, 0)
+    return StepRunner(ctx, position, departure, log, nobody, nobody, nobody.begin_ahead, nobody.met, ctx.downloader())

@@ -57,9 +57,6 @@ class Vector:
         return fn(*args)
 
 
-NOWHERE: Any = SimpleNamespace(held_by_a_replica=lambda: False)
-
-
 def members(hub: MemoryHub, codec: Codec) -> dict[str, tuple[Context, Averager]]:
     founders = tuple(Member(id=p, name=p, stage=0, trainer=True) for p in IDS)
     genesis = Genesis(
@@ -70,7 +67,7 @@ def members(hub: MemoryHub, codec: Codec) -> dict[str, tuple[Context, Averager]]
     for p in IDS:
         net = hub.join(p)
         ctx = Context(net, LoopClock(), Vector(), Roster(genesis, p), plan, emit=lambda event: None)  # type: ignore[arg-type]
-        averager = Averager(ctx, NOWHERE, usual_round())
+        averager = Averager(ctx, tuple, usual_round())
 
         async def on_frame(sender: str, frame: Any, averager: Averager = averager) -> None:
             if frame.kind == "wrong":
@@ -357,8 +354,7 @@ def test_a_member_that_says_it_comes_on_but_sends_nothing_fails_the_round() -> N
 
         detector, roster = SimpleNamespace(probe=probe, silent_s=lambda member: 0.0), SimpleNamespace(name=str)
         ctx: Any = SimpleNamespace(clock=clock, detector=detector, roster=roster)
-        traffic: Any = SimpleNamespace(owing=lambda: {"b": 2}, taking=set)
-        watching = Attendance(ctx, ROUND, traffic, NOWHERE, CEILING_S).watch()
+        watching = Attendance(ctx, ROUND, lambda: {"b": 2}, set, tuple, CEILING_S).watch()
         with pytest.raises(RoundFailed, match="has sent nothing for 60"):
             await asyncio.wait_for(watching, 2 * CEILING_S)
 

@@ -12,15 +12,17 @@ from muletrain.clock import LoopClock
 from muletrain.errors import DeadlineExceeded, PeerUnreachable
 from muletrain.events import StepApplied
 from muletrain.network.memory import MemoryNetwork
+from muletrain.runtime.averaging.averager import Averager
 from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.core.blocks import AskBlocks
-from muletrain.runtime.step.reduction import Reduction
 from proofs.play import play
 from proofs.scenario import FOR_EVER_S, Fault, Scenario
 from proofs.verdict import Outcome, readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import Tensor
 
     from muletrain.runtime.averaging.rounds import Round
     from muletrain.wire.frame import Frame
@@ -121,14 +123,14 @@ def test_a_replica_that_no_chunks_can_be_sent_to_is_left_out(monkeypatch: pytest
 
 def test_who_was_down_before_its_chunks_were_waited_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end was told at a moment when nobody waited: the run was lost."""
-    mean = Reduction._mean
+    reduce = Averager.reduce
 
-    async def slowly(reduction: Reduction, round_: Round) -> Any:
-        pause_s = {"peer-1a": 6.0, "peer-1b": 0.2}.get(reduction._ctx.net.peer_id, 0.0)
-        await reduction._ctx.clock.sleep(pause_s if round_.step == 2 else 0.0)
-        return await mean(reduction, round_)
+    async def slowly(averager: Averager, round_: Round, gradient: Tensor) -> Any:
+        pause_s = {"peer-1a": 6.0, "peer-1b": 0.2}.get(averager._ctx.net.peer_id, 0.0)
+        await averager._ctx.clock.sleep(pause_s if round_.step == 2 else 0.0)
+        return await reduce(averager, round_, gradient)
 
-    monkeypatch.setattr(Reduction, "_mean", slowly)
+    monkeypatch.setattr(Averager, "reduce", slowly)
     hole = Fault(2.0, "blackhole", ("peer-1b",), FOR_EVER_S, on="shard")
     outcome = play(Scenario(3, (2, 2), 2, 6, 8, 0.02, (hole,), checkpoint_every=1))
     assert finished(outcome) == {"peer-0a", "peer-0b", "peer-1a"}, "\n".join(readable(outcome))

@@ -28,8 +28,8 @@ from muletrain.runtime.members.messages import Acquaintances, Introduce, Member
 from muletrain.runtime.peer.messages import Presence
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.recovery.messages import AskStanding, StandsAt, StepBack
-from muletrain.runtime.step.exchange import Answers
 from muletrain.runtime.step.gradient_log import GradientLog
+from muletrain.runtime.step.runner import StepRunner
 from muletrain.runtime.transfer.messages import AskSnapshot, Snapshot
 
 from .checkpoint_stages import LINEAGE, Stages, play
@@ -228,19 +228,17 @@ def test_the_gradient_of_a_step_that_lies_back_is_for_replicas_alone() -> None:
             own.add(*step_of(step))
         await asyncio.sleep(0.1)
         state: Any = SimpleNamespace(gradient=None, other=None, builder=SimpleNamespace(tied=()))
-        answers = Answers(ctx, SimpleNamespace(state=state), own, Membership(ctx))  # type: ignore[arg-type]
-        copy = await answers._given("b", bytes(32))
+        runner: Any = SimpleNamespace(state=state, _ctx=ctx, _log=own, _membership=Membership(ctx))
+        copy = await StepRunner._given(runner, "b", bytes(32))
         assert copy is not None
         for name in (bytes(32), copy.digest):
-            assert await answers._given("b", name) is copy
+            assert await StepRunner._given(runner, "b", name) is copy
             with pytest.raises(ProtocolError, match="not a member"):
-                await answers._given("stranger", name)
-        assert await answers._given("stranger", bytes(31) + b"1") is None, "perhaps a copy of another room"
+                await StepRunner._given(runner, "stranger", name)
+        assert await StepRunner._given(runner, "stranger", bytes(31) + b"1") is None, "perhaps a copy of another room"
         member: Any = SimpleNamespace(own=SimpleNamespace(stage=1), knows=ctx.roster.knows, member=ctx.roster.member)
-        elsewhere: Any = SimpleNamespace(roster=member, blocks=ctx.blocks)
-        served: Any = SimpleNamespace(serves=answers._membership.serves)
-        other_stage = Answers(elsewhere, SimpleNamespace(state=state), own, served)  # type: ignore[arg-type]
-        assert await other_stage._given("b", copy.digest) is None
+        runner._ctx = SimpleNamespace(roster=member)
+        assert await StepRunner._given(runner, "b", copy.digest) is None
         await ctx.tasks.close()
 
     asyncio.run(scenario())

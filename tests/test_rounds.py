@@ -38,9 +38,9 @@ from muletrain.runtime.peer import incoming
 from muletrain.runtime.peer.messages import Finished
 from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step.agreement import RoundAgreement
-from muletrain.runtime.step.company import APART, STALLED, Company, Standing, left_out
+from muletrain.runtime.step.company import Company
 from muletrain.runtime.step.reduction import Reduction
-from muletrain.runtime.step.state import MAX_NUMBER
+from muletrain.runtime.step.state import APART, MAX_NUMBER, STALLED, Lessons
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encode_raw
 from muletrain.wire.frame import Frame
@@ -203,7 +203,7 @@ def test_a_holder_gives_way_only_to_most_of_its_live_replicas(
             emit=given.append,
         ),
         _state=SimpleNamespace(
-            gradient=object(), builder=SimpleNamespace(record=lambda: None), step=3, is_committed=committed.__contains__
+            gradient=object(), builder=SimpleNamespace(record=lambda: None), step=3, committed=lambda: {*committed}
         ),
         _company=SimpleNamespace(views=lambda: {m: SimpleNamespace(members=tuple(v)) for m, v in views.items()}),
         _reruns=SimpleNamespace(drop=lambda: dropped.append(True)),
@@ -437,19 +437,10 @@ def test_a_peer_alone_computes_a_step_again_if_a_round_fails(
     assert failed == [0, 1, 2]
 
 
-def test_a_replica_is_left_out_for_longer_each_time_unless_it_was_good_for_as_long() -> None:
-    until, steps = left_out(None, 10, 16)
-    assert (until, steps) == (26, 16)
-    assert left_out((26, 16), 30, 16) == (62, 32), "it was good for four steps only"
-    assert left_out((62, 32), 93, 16) == (157, 64)
-    assert left_out((62, 32), 94, 16) == (110, 16), "it was good for 32"
-    assert left_out((0, 1024), 100, 16) == (1124, 1024)
-
-
 @pytest.mark.parametrize("why", ["overdue", "stalled"])
 def test_who_offends_again_soon_is_left_out_for_longer_and_forgiven_after_as_many_good_steps(why: str) -> None:
     """From step to step: what one learns is known to the next."""
-    first, standing, said = {"overdue": APART, "stalled": STALLED}[why], Standing(), list[Any]()
+    first, lessons, said = {"overdue": APART, "stalled": STALLED}[why], Lessons(), list[Any]()
     roster = SimpleNamespace(name=str, is_alive=lambda peer: True, declines=lambda peer: False)
     detector = SimpleNamespace(silent_s=lambda peer: 0.0, deadline=Deadline())
     ctx: Any = SimpleNamespace(net=SimpleNamespace(peer_id="a"), roster=roster, detector=detector, emit=said.append)
@@ -457,7 +448,7 @@ def test_who_offends_again_soon_is_left_out_for_longer_and_forgiven_after_as_man
 
     def offends(step: int) -> Company:
         state: Any = SimpleNamespace(step=step, seals=seals, stands_aside=lambda peer: False)
-        company = Company(ctx, state, standing)
+        company = Company(cast("Any", SimpleNamespace(ctx=ctx, lessons=lessons)), state)
         if why == "overdue":
             company.note_overdue(["b"])
         else:

@@ -35,13 +35,6 @@ ROUNDS, WARM_UP = 5, 1
 RTT_S, RATE = 0.1, 25e6  # 100 ms, 200 Mb/s
 
 
-class Alone:
-    """No replica holds the gradient already."""
-
-    def held_by_a_replica(self) -> bool:
-        return False
-
-
 class Vector:
     """What the averager asks of a ``Compute``."""
 
@@ -70,7 +63,7 @@ async def main(rank: int, members: int, folder: Path, codec: Codec, shaped: bool
         entries: dict[int, set[str]] = {}
         changed = asyncio.Event()
 
-        averager = Averager(ctx, Alone(), usual_round())
+        averager = Averager(ctx, tuple, usual_round())
 
         async def on_frame(sender: str, frame: Any) -> None:
             if frame.kind == Statements.KIND:

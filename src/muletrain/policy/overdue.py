@@ -12,19 +12,21 @@ FIRST, MOST = 4, 1024
 class Overdue:
     """The peers that were overdue lately."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = FIRST) -> None:
+        """``first``: steps of a first pause."""
+        self._first = first
         self._pauses: Recent[tuple[int, int]] = Recent()
         """By peer: the end of the last pause, and its number of steps."""
 
-    def note(self, peer: str, step: int) -> bool:
+    def note(self, peer: str, step: int) -> int:
         """``peer`` is overdue in ``step``. A peer that did its part for as many steps as its last pause begins anew.
-        Returns False during a pause."""
+        Returns the number of steps of the pause; 0: ``peer`` pauses already."""
         if peer in self.at(step):
-            return False
+            return 0
         until, steps = self._pauses.get(peer, (step, 0))
-        steps = FIRST if step - until >= steps else min(MOST, 2 * steps)
+        steps = self._first if step - until >= steps else min(MOST, 2 * steps)
         self._pauses[peer] = step + steps, steps
-        return True
+        return steps
 
     def at(self, step: int) -> set[str]:
         """Returns the peers that come last in ``step``."""

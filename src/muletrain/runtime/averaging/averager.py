@@ -27,17 +27,16 @@ from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.averaging.rounds import Attendance, Round, RoundFailed
 from muletrain.runtime.core.times import LAG_S
 from muletrain.runtime.members.row import ShardFacts
-from muletrain.wire.codec import decode, encode, encoded_size
+from muletrain.wire.codec import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Collection, Iterator
     from typing import Any
 
     from torch import Tensor
 
     from muletrain.network.base import Channel, PeerId
     from muletrain.policy.deadline import Usual
-    from muletrain.runtime.averaging.rounds import Holders
     from muletrain.runtime.members.context import Context
     from muletrain.wire.codec import Encoded
 
@@ -58,70 +57,50 @@ KEPT_BYTES = 1 << 10
 """Bytes that a chunk costs beside its values: a liar's chunk may have a single value."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Bounds for one sender in one step: waiting bytes, and sent chunks."""
-
-    waiting: int
-    sent: int
-
-    @classmethod
-    def of(cls, n_trained: int, chunk: int) -> Limits:
-        """Returns the bounds for two members, each of which sends half of its accumulator and half of the mean. With
-        more members, each sends less."""
-        chunks = n_trained // chunk + 4
-        return cls(ATTEMPTS_WAIT * (4 * n_trained + chunks * KEPT_BYTES), ATTEMPTS_SENT * chunks)
-
-
-@dataclass
-class _Waiting:
-    """One sender's chunks of a round."""
-
-    nbytes: int = 0
-    chunks: dict[_Key, _Chunk] = field(default_factory=dict)
-
-
 @dataclass
 class _Inbox:
-    """Owns arrived chunks, also of rounds that are not known yet. Each sender has a separate bound, at which the chunks of
-    the sender's oldest round make room for those of a later one: that round failed."""
+    """Owns arrived chunks, also of rounds that are not known yet. Each sender has a separate bound, at which the sender's
+    oldest chunks make room for later ones: their round failed."""
 
-    arrived: defaultdict[PeerId, dict[bytes, _Waiting]] = field(default_factory=lambda: defaultdict(dict))
-    """By sender and round, oldest first."""
+    most_bytes: int
+    """Bytes of one sender that wait, at most."""
+    most_chunks: int
+    """Chunks of one sender in a step, at most."""
+    arrived: defaultdict[PeerId, dict[_Key, _Chunk]] = field(default_factory=lambda: defaultdict(dict))
+    """By sender, oldest first."""
+    nbytes: Counter[PeerId] = field(default_factory=Counter)
+    """Bytes of ``arrived``, by sender."""
     waiting: dict[_Key, asyncio.Future[_Chunk]] = field(default_factory=dict)
-    seen: set[_Key] = field(default_factory=set)
-    sent: Counter[PeerId] = field(default_factory=Counter)
-    """Arrived chunks, by sender."""
+    seen: defaultdict[PeerId, set[_Key]] = field(default_factory=lambda: defaultdict(set))
+    """All chunks that came, by sender."""
 
-    def check(self, key: _Key, nbytes: int, limits: Limits) -> None:
-        """Check a chunk of ``nbytes`` before reading. Raises ProtocolError."""
-        sender = key[2]
-        if key in self.seen:
+    def check(self, key: _Key) -> None:
+        """Check a chunk before reading. Raises ProtocolError."""
+        if key in self.seen[key[2]]:
             raise Malformed(f"averaging: chunk {key[3]} twice")
-        if self.sent[sender] >= limits.sent:
-            raise Malformed(f"averaging: more than {limits.sent} chunks of one sender in one step")
-        before = self.arrived[sender].get(key[0], _Waiting())
-        if key not in self.waiting and before.nbytes + nbytes + KEPT_BYTES > limits.waiting:
-            raise ProtocolError(f"averaging: more than {limits.waiting} bytes of one sender waiting")
+        if len(self.seen[key[2]]) >= self.most_chunks:
+            raise Malformed(f"averaging: more than {self.most_chunks} chunks of one sender in one step")
 
-    def put(self, key: _Key, chunk: _Chunk, limits: Limits) -> None:
-        """Take in a chunk. Raises ProtocolError."""
-        self.check(key, chunk[1].nbytes, limits)
-        self.seen.add(key)
-        self.sent[key[2]] += 1
+    def put(self, key: _Key, chunk: _Chunk) -> None:
+        """Take in a chunk that was checked."""
+        sender = key[2]
+        self.seen[sender].add(key)
         waiter = self.waiting.pop(key, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(chunk)
             return
-        rounds = self.arrived[key[2]]
-        waits = rounds.setdefault(key[0], _Waiting())
-        waits.nbytes += chunk[1].nbytes + KEPT_BYTES
-        waits.chunks[key] = chunk
-        while len(rounds) > ATTEMPTS_SENT or sum(w.nbytes for w in rounds.values()) > limits.waiting:
-            del rounds[next(iter(rounds))]
+        self.arrived[sender][key] = chunk
+        self.nbytes[sender] += chunk[1].nbytes + KEPT_BYTES
+        while self.nbytes[sender] > self.most_bytes:
+            self._take(next(iter(self.arrived[sender])))
+
+    def _take(self, key: _Key) -> _Chunk:
+        chunk = self.arrived[key[2]].pop(key)
+        self.nbytes[key[2]] -= chunk[1].nbytes + KEPT_BYTES
+        return chunk
 
     def owing(self) -> dict[PeerId, int]:
-        """See ``rounds.Traffic``."""
+        """See ``Averager.owing``."""
         found: dict[PeerId, int] = {}
         for (_, kind, sender, _), waiter in self.waiting.items():
             if not waiter.done():
@@ -132,11 +111,8 @@ class _Inbox:
         """Returns a future that is done once the chunk has arrived."""
         future: asyncio.Future[_Chunk] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda f: f.cancelled() or f.exception())  # the waiter may have given up
-        waits = self.arrived[key[2]].get(key[0], _Waiting())
-        if key in waits.chunks:
-            chunk = waits.chunks.pop(key)
-            waits.nbytes -= chunk[1].nbytes + KEPT_BYTES
-            future.set_result(chunk)
+        if key in self.arrived[key[2]]:
+            future.set_result(self._take(key))
         else:
             self.waiting[key] = future
         return future
@@ -145,18 +121,20 @@ class _Inbox:
 class Averager:
     """Reduces the rounds of one step, one at a time, and sends this peer's shard to the other members."""
 
-    def __init__(self, ctx: Context, holders: Holders, usual: Usual) -> None:
-        """``usual``: usual duration of the run's rounds."""
+    def __init__(self, ctx: Context, holders: Callable[[], Collection[object]], usual: Usual) -> None:
+        """``holders`` returns the replicas that hold a round of this step, whose gradient we can take. ``usual``:
+        usual duration of the run's rounds."""
         self._ctx, self._holders, self._usual = ctx, holders, usual
         self._tries = 0
         """Rounds of this step so far. Each waits twice as long for late members, because the previous round sent the
         whole gradient."""
-        self._inbox = _Inbox()
-        self._limits = Limits.of(ctx.compute.n_trained, ctx.plan.chunk)
+        n_trained, chunks = ctx.compute.n_trained, ctx.compute.n_trained // ctx.plan.chunk + 4
+        # of two members, each sends half of its accumulator and half of the mean; of more members, each sends less
+        self._inbox = _Inbox(ATTEMPTS_WAIT * (4 * n_trained + chunks * KEPT_BYTES), ATTEMPTS_SENT * chunks)
         self._broken: set[PeerId] = set()
         self._missed: set[PeerId] = set()
         """Members whose stream ended before an awaited chunk, that took no chunk, or whose chunk is wrong."""
-        self.gone: set[PeerId] = set()
+        self._gone: set[PeerId] = set()
         """Members of this attempt that were marked down before the arrival of all their chunks."""
         self._attendance: Attendance | None = None
         self._sending: Counter[PeerId] = Counter()
@@ -172,12 +150,12 @@ class Averager:
             raise ProtocolError(f"averaging: {message.KIND} from a peer of another stage")
         if chunk.codec != plan.gradients or len(chunk.shape) != 1 or not 0 < chunk.shape[0] <= plan.chunk:
             raise Malformed(f"averaging: {chunk.codec} {chunk.shape} is no chunk of a gradient")
-        self._inbox.check(_key(sender, message), encoded_size(chunk.codec, chunk.shape), self._limits)
+        self._inbox.check(_key(sender, message))
 
     def on_chunk(self, sender: PeerId, message: Shard | Reduced, tensor: Encoded) -> None:
         """Take in a chunk. Raises ProtocolError as ``expects`` does."""
         self.expects(sender, message, [tensor])
-        self._inbox.put(_key(sender, message), (message, tensor), self._limits)
+        self._inbox.put(_key(sender, message), (message, tensor))
         if self._attendance is not None:
             self._attendance.came(sender)
 
@@ -185,16 +163,17 @@ class Averager:
         """Begin an attempt, of which no chunks have been sent."""
         self._broken.clear()
         self._missed.clear()
-        self.gone.clear()
+        self._gone.clear()
         self._attendance = None
 
     def owing(self) -> dict[PeerId, int]:
-        """See ``rounds.Traffic``."""
+        """Members whose chunks we wait for. 2: a chunk of the member's accumulator, so the member causes the delay. 1:
+        a reduced chunk, which depends on other members' chunks."""
         return self._inbox.owing()
 
     def taking(self) -> set[PeerId]:
-        """See ``rounds.Traffic``."""
-        return set(self._sending)
+        """Members to which chunks are being sent."""
+        return set(+self._sending)
 
     def silent(self) -> dict[PeerId, int]:
         """Live members with long overdue chunks of this attempt, see ``owing``, or with chunks lost in a broken
@@ -202,9 +181,9 @@ class Averager:
         overdue = {} if self._attendance is None else self._attendance.silent
         return dict.fromkeys(self._missed, 1) | overdue
 
-    def absent(self) -> tuple[PeerId, ...]:
-        """The member of this attempt that is at another step, if any."""
-        return () if self._attendance is None else self._attendance.absent
+    def gone(self) -> set[PeerId]:
+        """Members of this attempt that were marked down before the arrival of all their chunks, or are at another step."""
+        return self._gone | (set() if self._attendance is None else self._attendance.absent)
 
     def broken(self, member: PeerId, channel: Channel) -> None:
         """A stream with ``member`` ended: chunks on the way are lost, unknown to ``member``, which may live. Only one
@@ -229,7 +208,9 @@ class Averager:
         """
         result = gradient if self._ctx.plan.alone else await self._ctx.compute.room(round_.n_trained)
         me = self._ctx.net.peer_id
-        self._attendance = Attendance(self._ctx, round_, self, self._holders, self._usual.seconds(self._tries))
+        self._attendance = Attendance(
+            self._ctx, round_, self.owing, self.taking, self._holders, self._usual.seconds(self._tries)
+        )
         self._tries += 1
         try:
             async with asyncio.TaskGroup() as group:
@@ -279,7 +260,7 @@ class Averager:
             parts: list[Tensor | Encoded] = []
             for member in round_.contributors:  # sorted: every run sums in the same order
                 parts.append(
-                    gradient[a:b] if member == me else (await self._fitting(round_, Shard, member, number, b - a))[1]
+                    gradient[a:b] if member == me else (await self._chunk(round_, Shard, member, number, b - a))[1]
                 )
             sent, chunk = await self._ctx.compute.offload(
                 _reduce_chunk, parts, round_.microbatches, self._ctx.plan.gradients, result[a:b], len(others) > 0
@@ -299,7 +280,7 @@ class Averager:
         """Receive the shard reduced by ``owner``."""
         facts = []
         for number, (a, b) in round_.chunks(owner):
-            message, chunk = await self._fitting(round_, Reduced, owner, number, b - a)
+            message, chunk = await self._chunk(round_, Reduced, owner, number, b - a)
             assert isinstance(message, Reduced)  # implied by the key
             try:
                 facts.append(await self._ctx.compute.offload(_store_chunk, message, chunk, result[a:b]))
@@ -309,36 +290,31 @@ class Averager:
         self.shards[round_.id][owner] = _of_shard(facts)
         return self.shards[round_.id][owner]
 
-    async def _fitting(
+    async def _chunk(
         self, round_: Round, kind: type[Shard | Reduced], sender: PeerId, number: int, size: int
     ) -> _Chunk:
-        """Wait for a chunk of ``sender`` with ``size`` values. Raises as ``_chunk``, and ProtocolError. Ends after
-        ``averaging/averager._chunk``."""
-        message, chunk = await self._chunk(round_, kind, sender, number)
-        if chunk.shape != (size,):
-            self._missed.add(sender)
-            raise ProtocolError(f"averaging: a chunk of {chunk.shape} elements instead of {size}")
-        return message, chunk
-
-    async def _chunk(self, round_: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
-        """Wait for a chunk of ``sender``. Raises PeerUnreachable when ``sender`` is marked down, or the stream ended.
-        Ends within the limits of ``averaging/rounds.watch``, which fails the round."""
+        """Wait for a chunk of ``sender`` with ``size`` values. Raises PeerUnreachable when ``sender`` is marked down, or the
+        stream ended, and ProtocolError. Ends within the limits of ``averaging/rounds.watch``, which fails the round."""
         key = (round_.id, kind.KIND, sender, number)
         arrival = self._inbox.get(key)
         if sender in self._broken and not arrival.done():
             arrival.set_exception(_broke(self._ctx.roster.name(sender)))
         try:
             with self._ctx.detector.awaiting(sender, arrival):
-                return await arrival
+                message, chunk = await arrival
         except PeerUnreachable:
             await self._ctx.clock.sleep(LAG_S)
             late = self._inbox.get(key)
             if not late.done():
                 late.cancel()  # else ``sender`` would owe us a chunk of this round in later rounds, too
                 self._missed |= self._broken & {sender}
-                self.gone |= {sender} - self._broken
+                self._gone |= {sender} - self._broken
                 raise
-            return late.result()
+            message, chunk = late.result()
+        if chunk.shape != (size,):
+            self._missed.add(sender)
+            raise ProtocolError(f"averaging: a chunk of {chunk.shape} elements instead of {size}")
+        return message, chunk
 
     async def _send(self, member: PeerId, message: Shard | Reduced, chunk: Encoded) -> None:
         self._sending[member] += 1
@@ -349,8 +325,6 @@ class Averager:
             raise
         finally:
             self._sending[member] -= 1
-            if not self._sending[member]:
-                del self._sending[member]
 
 
 def _broke(name: str) -> PeerUnreachable:

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from muletrain.runtime.core.waiting import unless_done
 from muletrain.wire.codec import Encoded, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Collection, Coroutine
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.core.blocks import Downloader
@@ -47,14 +47,22 @@ HEADERS = 1 << 16
 
 @dataclass(eq=False)
 class MeanGradient:
-    """A stage's whole mean gradient, flat fp32 [G], and its round entry. Neither changes."""
+    """A stage's whole mean gradient, flat fp32 [G], and its round entry. Neither changes, until ``pack``."""
 
     entry: RoundEntry
     values: Tensor
-    packed: dict[bool, StateImage] = field(default_factory=dict)
+    _packed: dict[bool, asyncio.Task[StateImage]] = field(default_factory=dict)
     """Copies for sending, one tensor per piece, made on first request: the whole gradient (False), and the pieces with
     tied parameters (True)."""
-    _packing: dict[bool, asyncio.Task[StateImage]] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        return self.entry.step
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values, or of the copy if only that is left."""
+        return self.values.nbytes if len(self.values) else self._packed[False].result().size
 
     @cached_property
     def for_record(self) -> StageEntry:
@@ -62,15 +70,22 @@ class MeanGradient:
         return self.entry.for_record()
 
     def has(self, name: bytes, *, tied: bool) -> bool:
-        """Does ``name``, by round or by digest, name this gradient's copy?"""
-        round_, made = self.entry.round, self.packed.get(tied)
-        return name == (tied_name(round_) if tied else round_) or (made is not None and name == made.digest)
+        """Does ``name``, by round or by digest, name this gradient's copy, which is here or can be made?"""
+        round_, made = self.entry.round, self._packed.get(tied)
+        if made is not None and made.done() and name == made.result().digest:
+            return True
+        return name == (tied_name(round_) if tied else round_) and (made is not None or len(self.values) > 0)
 
     async def image(self, ctx: Context, *, tied: bool = False) -> StateImage:
-        """Return one of ``packed``, packed on first use. Ends within the time of this peer's own work."""
-        if tied not in self._packing:
-            self._packing[tied] = ctx.spawn(self._pack(ctx, tied=tied), "pack")
-        return await asyncio.shield(self._packing[tied])
+        """Return one of ``_packed``. Ends within the time of this peer's own work."""
+        if tied not in self._packed:
+            self._packed[tied] = ctx.spawn(self._pack(ctx, tied=tied), "pack")
+        return await asyncio.shield(self._packed[tied])
+
+    async def pack(self, ctx: Context) -> None:
+        """Keep only the copy of the whole gradient, for sending in the background."""
+        image = await self.image(ctx)
+        image.channel, self.values = Channel.BULK, self.values.new_empty(0)
 
     async def _pack(self, ctx: Context, *, tied: bool) -> StateImage:
         pieces = dict[str, Tensor]()
@@ -79,7 +94,6 @@ class MeanGradient:
             pieces[_name(begin)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
         image = StateImage(pieces, Channel.AVERAGE)
         await image.name(ctx.compute.offload)
-        self.packed[tied] = image
         return image
 
 
@@ -90,12 +104,17 @@ class TiedPart:
     entry: StageEntry
     values: Tensor
     """fp32 [T], see ``optim.tied``."""
-    image: StateImage
+    packed: StateImage
     """The received copy, for sending."""
+    step: int
 
-    def has(self, name: bytes) -> bool:
+    def has(self, name: bytes, *, tied: bool) -> bool:
         """Does ``name`` name this copy?"""
-        return name in (tied_name(self.entry.round), self.image.digest)
+        return tied and name in (tied_name(self.entry.round), self.packed.digest)
+
+    async def image(self, ctx: Context, *, tied: bool) -> StateImage:
+        """See ``MeanGradient``."""
+        return self.packed
 
 
 def _tied_pieces(ctx: Context, stage: int) -> dict[int, int]:
@@ -123,9 +142,20 @@ async def fetch_gradient(
     ctx: Context, downloader: Downloader, entry: RoundEntry, holders: list[PeerId]
 ) -> MeanGradient | None:
     """Take the gradient of ``entry``'s round from ``holders``; None: no holder gives the gradient."""
-    return await _from_holders(
-        ctx, entry.round, (entry.lineage, entry.step), holders, partial(_take, ctx, downloader, entry)
-    )
+    n_trained = ctx.compute.n_trained
+    sizes = {k: min(PIECE, n_trained - k) for k in range(0, n_trained, PIECE)}
+
+    async def take(packed: bytes, donors: list[PeerId]) -> MeanGradient:
+        pieces, gradient = await _pieces(downloader, packed, sizes, donors), await ctx.compute.room(n_trained)
+        _decode(pieces, sizes, travels_as(len(entry.members), ctx.plan.gradients), ((0, n_trained),), gradient)
+        told = tuple(s.content for s in entry.shards)
+        if await ctx.compute.offload(contents, gradient, len(entry.members), ctx.plan.chunk) != told:
+            raise ProtocolError("the gradient's content is not what its holders attest")
+        if await tied_content(ctx, entry.stage, gradient) != entry.tied:
+            raise ProtocolError("what is tied in the gradient is not what its holders attest")
+        return MeanGradient(entry, gradient)
+
+    return await _from_holders(ctx, entry.round, (entry.lineage, entry.step), holders, take)
 
 
 async def fetch_tied(
@@ -133,7 +163,19 @@ async def fetch_tied(
 ) -> TiedPart | None:
     """Take the part of the gradient for parameters that two stages share. ``at``: lineage and step. ``holders``: peers of
     both stages."""
-    return await _from_holders(ctx, tied_name(entry.round), at, holders, partial(_take_tied, ctx, downloader, entry))
+    assert ctx.plan.tied is not None, "nobody else asks"
+    sizes, ranges = _tied_pieces(ctx, entry.stage), ctx.plan.tied.ranges_of(entry.stage)
+
+    async def take(packed: bytes, donors: list[PeerId]) -> TiedPart:
+        pieces, values = await _pieces(downloader, packed, sizes, donors), torch.empty(sum(b - a for a, b in ranges))
+        await ctx.compute.offload(_decode, pieces, sizes, travels_as(entry.size, ctx.plan.gradients), ranges, values)
+        if await ctx.compute.offload(content, values) != entry.tied:
+            raise ProtocolError("what is tied in the gradient is not what its holders attest")
+        image = StateImage({_name(k): piece for k, piece in pieces.items()}, Channel.AVERAGE)
+        await image.name(ctx.compute.offload)
+        return TiedPart(entry, values, image, at[1])
+
+    return await _from_holders(ctx, tied_name(entry.round), at, holders, take)
 
 
 async def _from_holders(
@@ -144,11 +186,13 @@ async def _from_holders(
     take: Callable[[bytes, list[PeerId]], Coroutine[Any, Any, T]],
 ) -> T | None:
     """``take`` the gradient with this ``name`` from ``holders``: live holders first, a few at a time, because of the encoding and hashing.
-    The absence of all holders is noticed soon, even over slow links."""
-    alive = ctx.roster.is_alive
-    for asked in (*_groups([p for p in holders if alive(p)]), *_groups([p for p in holders if not alive(p)])):
+    The absence of all holders is noticed soon, even over slow links. ``take`` raises ProtocolError for another gradient,
+    and NetworkError."""
+    alive = [p for p in holders if ctx.roster.is_alive(p)]
+    down = [p for p in holders if p not in alive]
+    for asked in [each[k : k + DONORS] for each in (alive, down) for k in range(0, len(each), DONORS)]:
         answers = await asyncio.gather(*(_manifest(ctx, p, name, at) for p in asked))
-        donors: defaultdict[bytes, list[PeerId]] = defaultdict(list)
+        donors: dict[bytes, list[PeerId]] = defaultdict(list)
         for peer, manifest in zip(asked, answers, strict=True):
             if manifest:
                 donors[manifest].append(peer)
@@ -163,10 +207,6 @@ async def _from_holders(
     return None
 
 
-def _groups(peers: list[PeerId]) -> list[list[PeerId]]:
-    return [peers[k : k + DONORS] for k in range(0, len(peers), DONORS)]
-
-
 async def _manifest(ctx: Context, holder: PeerId, name: bytes, at: tuple[bytes, int]) -> bytes:
     """The manifest from ``holder``; empty if ``holder`` has none or is gone."""
     call = ctx.net.call(holder, AskBlocks.KIND, AskBlocks(digest=name).pack(), timeout_s=GONE_S)
@@ -179,48 +219,8 @@ async def _manifest(ctx: Context, holder: PeerId, name: bytes, at: tuple[bytes, 
         return b""
 
 
-async def _take(
-    ctx: Context, downloader: Downloader, entry: RoundEntry, packed: bytes, donors: list[PeerId]
-) -> MeanGradient:
-    """Download and verify the gradient. Raises ProtocolError if the gradient does not match ``entry``, and
-    NetworkError."""
-    n_trained = ctx.compute.n_trained
-    pieces = await _pieces(downloader, packed, range(0, n_trained, PIECE), donors)
-    gradient = await ctx.compute.room(n_trained)
-    for begin, piece in pieces.items():
-        into = gradient[begin : begin + PIECE]
-        into.copy_(_decoded(ctx, len(entry.members), piece, len(into)))
-    return await verified(ctx, entry, gradient)
-
-
-async def _take_tied(
-    ctx: Context, downloader: Downloader, entry: StageEntry, packed: bytes, donors: list[PeerId]
-) -> TiedPart:
-    """Download and verify the tied part. Raises as ``_take`` does."""
-    pieces = await _pieces(downloader, packed, [*_tied_pieces(ctx, entry.stage)], donors)
-    values = await ctx.compute.offload(_tied_values, ctx, entry, pieces)
-    if await ctx.compute.offload(content, values) != entry.tied:
-        raise ProtocolError("what is tied in the gradient is not what its holders attest")
-    image = StateImage({_name(k): piece for k, piece in pieces.items()}, Channel.AVERAGE)
-    await image.name(ctx.compute.offload)
-    return TiedPart(entry, values, image)
-
-
-def _tied_values(ctx: Context, entry: StageEntry, pieces: dict[int, Tensor]) -> Tensor:
-    """The tied part, fp32 [T], from the encoded ``pieces``."""
-    assert ctx.plan.tied is not None, "nobody else asks"
-    sizes, ranges = _tied_pieces(ctx, entry.stage), ctx.plan.tied.ranges_of(entry.stage)
-    values, at = torch.empty(sum(end - begin for begin, end in ranges)), 0
-    for begin, end in ranges:
-        for k in range(begin // PIECE * PIECE, end, PIECE):  # piece by piece, to avoid a second copy of everything
-            found = _decoded(ctx, entry.size, pieces[k], sizes[k])[max(begin, k) - k : min(end, k + PIECE) - k]
-            values[at : at + len(found)] = found
-            at += len(found)
-    return values
-
-
 async def _pieces(
-    downloader: Downloader, packed: bytes, begins: Sequence[int], donors: list[PeerId]
+    downloader: Downloader, packed: bytes, begins: Collection[int], donors: list[PeerId]
 ) -> dict[int, Tensor]:
     """Download a gradient's encoded pieces at ``begins``. Raises ProtocolError for other pieces, and NetworkError."""
     manifest = Manifest.unpack(packed)
@@ -232,20 +232,18 @@ async def _pieces(
     return {int(name): piece for name, piece in partial.state().items()}
 
 
-def _decoded(ctx: Context, members: int, piece: Tensor, numbers: int) -> Tensor:
-    codec = travels_as(members, ctx.plan.gradients)
-    return decode(Encoded(codec.value, (numbers,), [piece.numpy().data]), copy=False)
-
-
-async def verified(ctx: Context, entry: RoundEntry, gradient: Tensor) -> MeanGradient:
-    """Returns a MeanGradient. Raises ProtocolError if ``gradient`` does not match ``entry``."""
-    if await ctx.compute.offload(contents, gradient, len(entry.members), ctx.plan.chunk) != tuple(
-        s.content for s in entry.shards
-    ):
-        raise ProtocolError("the gradient's content is not what its holders attest")
-    if await tied_content(ctx, entry.stage, gradient) != entry.tied:
-        raise ProtocolError("what is tied in the gradient is not what its holders attest")
-    return MeanGradient(entry, gradient)
+def _decode(
+    pieces: dict[int, Tensor], sizes: dict[int, int], codec: Codec, ranges: tuple[tuple[int, int], ...], into: Tensor
+) -> None:
+    """Write the values of the gradient's ``ranges`` to ``into``, from the encoded ``pieces``, which have ``sizes`` values:
+    piece by piece, to avoid a second copy of everything."""
+    at = 0
+    for begin, end in ranges:
+        for k in range(begin // PIECE * PIECE, end, PIECE):
+            piece = decode(Encoded(codec.value, (sizes[k],), [pieces[k].numpy().data]), copy=False)
+            found = piece[max(begin, k) - k : min(end, k + PIECE) - k]
+            into[at : at + len(found)] = found
+            at += len(found)
 
 
 async def tied_content(ctx: Context, stage: int, gradient: Tensor) -> bytes:
@@ -265,16 +263,15 @@ async def _while_there(ctx: Context, holders: list[PeerId], at: tuple[bytes, int
         answers = await asyncio.gather(*(ctx.detector.probe(p, *at, brief=True) for p in there))
         return [p for p, answer in zip(there, answers, strict=True) if answer is not None]
 
+    attempts = itertools.count()
     try:
-        attempts = itertools.count()
-        while there and not task.done():
+        while there:
             attempt = next(attempts)
             await asyncio.wait({task}, timeout=max(ctx.detector.suspicion_s(p, attempt) for p in there))
-            answered = None if task.done() else await unless_done(task, that_answer())
-            there = there if answered is None else answered
-        if not task.done():
-            raise PeerUnreachable("no answer to a probe", ", ".join(map(ctx.roster.name, holders)))
-        return task.result()
+            if (answered := await unless_done(task, that_answer())) is None:
+                return task.result()
+            there = answered
+        raise PeerUnreachable("no answer to a probe", ", ".join(map(ctx.roster.name, holders)))
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
 from muletrain.policy.deadline import CEILING_S, Usual
@@ -16,7 +16,7 @@ from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
 from muletrain.runtime.core.times import AGAIN_S, ENDLESS, GONE_S, LOOK_S, PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Collection, Mapping, Set
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
@@ -76,40 +76,29 @@ class Round:
         return list(enumerate(shards[k], start=first))
 
 
-class Holders(Protocol):
-    """Knows the other holders of the stage's gradient (``step.state``)."""
-
-    def held_by_a_replica(self) -> bool:
-        """Does a replica hold a round of this step, so that we can take the gradient from there?"""
-        ...
-
-
-class Traffic(Protocol):
-    """The chunks of a round that are in flight (``averaging.averager``)."""
-
-    def owing(self) -> Mapping[PeerId, int]:
-        """Members whose chunks we wait for. 2: a chunk of the member's accumulator, so the member causes the delay. 1:
-        a reduced chunk, which depends on other members' chunks."""
-        ...
-
-    def taking(self) -> set[PeerId]:
-        """Members to which chunks are being sent."""
-        ...
-
-
 class Attendance:
     """Watches the other members of one round, as senders and as receivers of chunks."""
 
-    def __init__(self, ctx: Context, round_: Round, traffic: Traffic, holders: Holders, overdue_s: float) -> None:
-        """``overdue_s``: seconds without a chunk after which a member that reports progress fails the round."""
-        self._ctx, self._round, self._traffic, self._holders, self._overdue_s = ctx, round_, traffic, holders, overdue_s
+    def __init__(
+        self,
+        ctx: Context,
+        round_: Round,
+        owing: Callable[[], Mapping[PeerId, int]],
+        taking: Callable[[], Set[PeerId]],
+        holders: Callable[[], Collection[object]],
+        overdue_s: float,
+    ) -> None:
+        """For ``owing``, ``taking`` and ``holders`` see ``Averager``. ``overdue_s``: seconds without a chunk after which a
+        member that reports progress fails the round."""
+        self._ctx, self._round, self._overdue_s = ctx, round_, overdue_s
+        self._owing, self._taking, self._holders = owing, taking, holders
         self._begun = ctx.clock.now()
         self._came: dict[PeerId, float] = {}
         self._asked: dict[PeerId, float] = {}
         self.silent: dict[PeerId, int] = {}
-        """Members with long overdue chunks; see ``Traffic.owing``."""
-        self.absent: tuple[PeerId, ...] = ()
-        """The member at another step that made the round fail, if any."""
+        """Members with long overdue chunks; see ``Averager.owing``."""
+        self.absent: set[PeerId] = set()
+        """Members that were found at another step."""
         self._moved: dict[PeerId, tuple[int, float]] = {}
         """Bytes that each member reported as moved, and the time since then."""
 
@@ -123,9 +112,9 @@ class Attendance:
         ctx, round_ = self._ctx, self._round
         while True:
             await ctx.clock.sleep(LOOK_S)
-            owing, now = self._traffic.owing(), ctx.clock.now()
+            owing, now = self._owing(), ctx.clock.now()
             self.silent = {m: w for m, w in owing.items() if now - self._came.get(m, self._begun) >= GONE_S / 2}
-            due = [m for m in owing.keys() | self._traffic.taking() if self._is_due(m, now, owes=m in owing)]
+            due = [m for m in owing.keys() | self._taking() if self._is_due(m, now, owes=m in owing)]
             asked = sorted(due, key=lambda m: (self._asked.get(m, self._begun), m))[:AT_ONCE]
             self._asked.update(dict.fromkeys(asked, now))
             probes = (ctx.detector.probe(m, round_.lineage, round_.step, brief=True) for m in asked)
@@ -147,11 +136,11 @@ class Attendance:
         self._moved[member] = progress.moved, now if progress.moved > before else since
         late_s, stuck_s = now - self._came.get(member, self._begun), now - self._moved[member][1]
         if (not progress.current or progress.round != self._round.id) and late_s > AGAIN_S:
-            self.absent = () if progress.current else (member,)
+            self.absent |= set() if progress.current else {member}
             raise RoundFailed(
                 f"{who} is alive, but {'not in this round' if progress.current else f'at step {progress.step + 1}'}"
             )
-        if stuck_s > AGAIN_S and self._holders.held_by_a_replica():
+        if stuck_s > AGAIN_S and self._holders():
             raise RoundFailed(f"{who} makes no progress, and a replica holds the whole gradient")
         if stuck_s > GONE_S or late_s > self._overdue_s:
             raise RoundFailed(f"{who} is alive, but has sent nothing for {late_s:.0f} s")

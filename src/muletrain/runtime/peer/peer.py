@@ -29,7 +29,6 @@ from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery.forks import Forks
 from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step.audit import computes_falsely
-from muletrain.runtime.step.exchange import Answers
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.runner import StepRunner
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
@@ -95,8 +94,9 @@ class Peer:
         self.departure = Departure(ctx, parts)
         # step and recovery
         forks = Forks(ctx, at, receiver)
-        self.runner = runner = StepRunner(ctx, at, self._log, self.departure, self, forks, receiver.taker)
-        Answers(ctx, runner, self._log, membership)
+        self.runner = runner = StepRunner(
+            ctx, at, self.departure, self._log, membership, microbatches, self._begin_ahead, forks.met, receiver.taker
+        )
         self._rollback = rollback = Rollback(ctx, parts.replicas, at, host, back, forks, writer)
         # peer
         early = EarlyFrames(ctx.plan.capacity)
@@ -271,12 +271,8 @@ class Peer:
         elif self.destination is None:
             await self._checkpointing.replicas.tidy(over=False)
 
-    def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
-        """See ``step.reduction.Trainers``."""
-        self._microbatches.take_over_orphans(work, late=late)
-
-    async def begin_ahead(self, work: InFlightStep) -> None:
-        """See ``step.reduction.Trainers``."""
+    async def _begin_ahead(self, work: InFlightStep) -> None:
+        """Begin to compute ``work``, the next step, beside the present step."""
         if not work.ledger.sealed:  # otherwise we may be gone by then
             self._microbatches.begin(work, retry=False)
         await self._incoming.redeliver()

@@ -15,15 +15,11 @@ from muletrain.runtime.step.record import round_id
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.waiting import Waits
-    from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.leaving import Departure
-    from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.audit import Audit
     from muletrain.runtime.step.company import Company
     from muletrain.runtime.step.exchange import Exchange
-    from muletrain.runtime.step.reruns import Deadlines, Reruns
-    from muletrain.runtime.step.state import StepState
+    from muletrain.runtime.step.reruns import Reruns
+    from muletrain.runtime.step.state import Lasting, StepState
 
 OF_PATIENCE = 0.75
 """Share of our patience after which a silent replica is overdue at the latest, and after which we look on no longer. After
@@ -34,22 +30,12 @@ class RoundAgreement:
     """The agreement of one step; each step has a new one."""
 
     def __init__(
-        self,
-        ctx: Context,
-        position: Position,
-        departure: Departure,
-        state: StepState,
-        company: Company,
-        exchange: Exchange,
-        reruns: Reruns,
-        audit: Audit,
-        waits: Waits,
-        deadlines: Deadlines,
+        self, lasting: Lasting, state: StepState, company: Company, exchange: Exchange, reruns: Reruns, audit: Audit
     ) -> None:
-        self._ctx, self._position, self._departure, self._state = ctx, position, departure, state
-        self._company, self._exchange, self._reruns, self._audit = company, exchange, reruns, audit
-        self._waits, self._deadlines = waits, deadlines
-        self._ledger = state.work.ledger
+        self._ctx, self._position, self._departure = lasting.ctx, lasting.position, lasting.departure
+        self._waits, self._lessons = lasting.waits, lasting.lessons
+        self._state, self._company, self._exchange, self._reruns = state, company, exchange, reruns
+        self._audit, self._ledger = audit, state.work.ledger
 
     def next_attempt(self) -> int:
         """Number of our next attempt: after our last, and not below the members' attempts. The number begins at 1 if we
@@ -76,27 +62,17 @@ class RoundAgreement:
         expelled = self._audit.expelled(seals)
         await self._audit.leave_if_faulty(expelled)
         sealed = {m: s for m, s in sealed.items() if m not in expelled}
-        return self._round(attempt, seals, sealed, cover.chosen, expelled)
-
-    def _round(
-        self,
-        attempt: int,
-        seals: dict[PeerId, Seal],
-        sealed: dict[PeerId, frozenset[int]],
-        chosen: tuple[PeerId, ...],
-        expelled: tuple[PeerId, ...],
-    ) -> Round:
         state, stage, plan = self._state, self._ctx.roster.own.stage, self._ctx.plan
         stop, leaves = any(s.stop for s in seals.values()), tuple(sorted(m for m in sealed if seals[m].leaves))
         members = tuple(sorted(sealed))
         return Round(
-            id=round_id(state.lineage, stage, state.step, attempt, sealed, chosen, stop, leaves, expelled),
+            id=round_id(state.lineage, stage, state.step, attempt, sealed, cover.chosen, stop, leaves, expelled),
             lineage=state.lineage,
             step=state.step,
             stage=stage,
             members=members,
             owners=plan.strategy.shard_owners(members),
-            contributors=tuple(m for m in chosen if sealed.get(m)),
+            contributors=tuple(m for m in cover.chosen if sealed.get(m)),
             microbatches=plan.microbatches,
             n_trained=self._ctx.compute.n_trained,
             stop=stop,
@@ -118,8 +94,9 @@ class RoundAgreement:
             return [m for m in others if m not in state.seals or state.seals[m].attempt < attempt]
 
         def lost() -> bool:
-            gone = (state.is_committed(m) or (m not in aside and state.stands_aside(m)) for m in others)
-            return not all(map(ctx.roster.is_alive, seal.members)) or any(gone)
+            aside_now = any(state.stands_aside(m) for m in others if m not in aside)
+            dead = not all(map(ctx.roster.is_alive, seal.members))
+            return dead or aside_now or not state.committed().isdisjoint(others)
 
         def outdated() -> bool:
             return state.latest_attempt(seal.members) > attempt
@@ -131,16 +108,16 @@ class RoundAgreement:
         begin = ctx.clock.now()
         await self._waits.until(
             lambda: lost() or outdated() or passed_over() or not missing() or self._overdue(begin),
-            self._deadlines.seal,
+            self._lessons.seal,
             "the stage's replicas to seal",
             self._exchange.ask_replicas,
             whom=missing,
             then=lambda: f"goes on without them {self._given_s():.0f} s after their last progress",
         )
         self._company.check()
-        self._company.note_lost(m for m in seal.members if not ctx.roster.is_alive(m))
+        self._company.note(m for m in seal.members if not ctx.roster.is_alive(m))
         if lost() or outdated():  # sets of different attempts do not fit together
-            self._company.note_outran(m for m in others if m in state.seals and state.seals[m].attempt > attempt)
+            self._company.note_outran(seal)
             return None
         if late := missing():
             self._company.note_overdue(late)
@@ -186,12 +163,12 @@ class RoundAgreement:
 
     def _given_s(self) -> float:
         """The time that replicas have for some progress: as long as steps take [s]."""
-        return min(max(GONE_S, self._deadlines.step.seconds()), OF_PATIENCE * self._ctx.news.patience_s)
+        return min(max(GONE_S, self._lessons.step.seconds()), OF_PATIENCE * self._ctx.news.patience_s)
 
     def _overdue(self, since: float) -> bool:
         """Have the awaited replicas had their time since ``since``? Yes, if no replica has made progress for as long as
         steps take; and after the time of a full queue, since reports may be lies."""
-        most_s = max(GONE_S, self._deadlines.step.seconds(), self._ctx.queue_s())
+        most_s = max(GONE_S, self._lessons.step.seconds(), self._ctx.queue_s())
         return self._waits.quiet_s(since) >= self._given_s() or self._ctx.clock.now() - since >= most_s
 
     async def look_on(self) -> None:
@@ -203,18 +180,15 @@ class RoundAgreement:
         self._reruns.drop()
         self._ledger.seal()  # accept nothing until the next announcement
 
-        clock, since, microbatches, moved = self._ctx.clock, self._ctx.clock.now(), 0, 0
+        clock, since, most = self._ctx.clock, self._ctx.clock.now(), 0
         last_s = since + OF_PATIENCE * ENDLESS * self._ctx.news.patience_s  # reports may be lies
 
         async def ask() -> None:
-            nonlocal since, microbatches, moved
-            await self._exchange.ask_everyone()
-            answers = await self._exchange.ask_replicas()
-            before = microbatches, moved
-            microbatches = max(microbatches, sum(len(p.accumulated) for p in answers))
-            moved = max(moved, sum(p.moved for p in answers if p.round))  # chunks of a round
-            if (microbatches, moved) != before:
-                since = clock.now()
+            nonlocal since, most
+            rows = await self._exchange.ask_replicas()
+            progress = sum(len(row.accumulated) + (row.moved if row.round else 0) for row in rows)  # chunks of a round
+            if progress > most:
+                since, most = clock.now(), progress
 
         def stalled() -> bool:
             return self._overdue(since) or clock.now() >= last_s

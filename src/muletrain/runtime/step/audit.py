@@ -31,11 +31,9 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.optim.sketch import Sketch
     from muletrain.policy.cover import Cover
-    from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.row import Seal
-    from muletrain.runtime.step.company import Standing
     from muletrain.runtime.step.reruns import Reruns
-    from muletrain.runtime.step.state import StepState
+    from muletrain.runtime.step.state import Lasting, StepState
 
 MAX_OFFENCES, OFFENCE_STEPS = 2, 1000
 """Offences within the last ``OFFENCE_STEPS`` steps, after which a replica accuses a member. A single offence can be bad
@@ -64,9 +62,9 @@ def computes_falsely(step: int) -> Expelled:
 class Audit:
     """The audit of one step; each step has a new one."""
 
-    def __init__(self, ctx: Context, state: StepState, reruns: Reruns, standing: Standing) -> None:
-        self._ctx, self._state, self._reruns, self._standing = ctx, state, reruns, standing
-        self._ledger, self.me = state.work.ledger, ctx.net.peer_id
+    def __init__(self, lasting: Lasting, state: StepState, reruns: Reruns) -> None:
+        self._ctx, self._lessons, self._state, self._reruns = lasting.ctx, lasting.lessons, state, reruns
+        self._ledger, self.me = state.work.ledger, lasting.ctx.net.peer_id
         self._left_out: _LeftOut | None = None
         """The members whose microbatches are being computed again."""
         self._ever_left_out: set[PeerId] = set()
@@ -84,14 +82,13 @@ class Audit:
 
     def is_faulty(self, member: PeerId) -> bool:
         """Did this peer find ``MAX_OFFENCES`` offences of ``member``?"""
-        steps = self._standing.offences.get(member, ())
+        steps = self._lessons.offences.get(member, ())
         return sum(step > self._state.step - OFFENCE_STEPS for step in steps) >= MAX_OFFENCES
 
     async def reconsider(self) -> None:
         """Empty an accumulator that activations of other peers made non-finite, perhaps by a single fault; once a step,
         and not if the accumulator holds a second result."""
-        again = {i for s in self._state.seals.values() for i in s.gave_up}
-        if self._reconsidered or not self._ledger.excused or again & self._ledger.accumulated:
+        if self._reconsidered or not self._ledger.excused or _again(self._state.seals) & self._ledger.accumulated:
             return
         if not np.isfinite(unpacked(await self.sketch())).all():
             self._reconsidered = True
@@ -153,8 +150,8 @@ class Audit:
         for member in before.members:
             self._ctx.emit(ResultsDiffer(step=self._state.step + 1, name=self._ctx.roster.name(member)))
             if member in seals and seals[member].gave_up and not seals[member].excused:
-                steps = self._standing.offences.get(member, ())
-                self._standing.offences[member] = (*steps, self._state.step)[-MAX_OFFENCES:]
+                steps = self._lessons.offences.get(member, ())
+                self._lessons.offences[member] = (*steps, self._state.step)[-MAX_OFFENCES:]
 
     def expelled(self, seals: Mapping[PeerId, Seal]) -> tuple[PeerId, ...]:
         """The members that ``seals`` expel."""

@@ -3,93 +3,55 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
 from muletrain.events import ReplicaApart, WeightsDiffer
-from muletrain.policy.recent import Recent
 from muletrain.policy.views import GroupView, counted_on, yields
 from muletrain.runtime.microbatch.messages import MAX_WITHOUT
 from muletrain.runtime.microbatch.position import Behind
+from muletrain.runtime.step.state import APART
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.members.context import Context
+    from muletrain.policy.overdue import Overdue
     from muletrain.runtime.members.row import Seal
-    from muletrain.runtime.step.state import StepState
+    from muletrain.runtime.step.state import Lasting, StepState
 
 SPEAKS = 2
 """Deadlines of a probe without a sign of life, after which a replica that is down no longer counts as going on."""
-MAX_UNTRUE = 2
-"""False statements after which a replica is left out of the step: claims of microbatches that the replica lacks, or of
-a step that is not its own."""
 MAX_OUTRAN = 4
 """Attempts of ours that a replica ends by later attempts, before being left out of the step: honest replicas take
 turns."""
-MAX_LOST = 2
-"""Times that a replica is marked down while we count on it, before the replica is left out of the step: some links
-carry messages one way only."""
-APART, APART_MAX = 16, 1024
-"""Steps for which a replica is left out if its chunks do not arrive, at first and at most; doubles."""
-STALLED = 4
-"""The same for a replica that went on without us and got nowhere, perhaps slow for once."""
-
-
-def left_out(before: tuple[int, int] | None, step: int, first: int) -> tuple[int, int]:
-    """Returns the end of a replica's exclusion from ``step`` on, and its number of steps: ``first``, and each time
-    twice as many, unless the replica was good for as many steps as it was left out ``before``."""
-    until, steps = before or (step, 0)
-    steps = first if step - until >= steps else min(APART_MAX, 2 * steps)
-    return step + steps, steps
+MAX_FAULTS = 2
+"""Faults after which a replica is left out of the step: we counted on it as it was marked down (some links carry messages
+one way only), or it made a false statement about itself. For missing chunks it has twice as many."""
 
 
 class LeftOut(Exception):
     """Replicas go on with the step without us (``policy.views``)."""
 
 
-@dataclass
-class Standing:
-    """Lessons of earlier steps about replicas, and about this peer."""
-
-    apart: Recent[tuple[int, int]] = field(default_factory=Recent)
-    """Replicas that are left out because their chunks do not arrive: until which step, and for how many steps."""
-    stalled: Recent[tuple[int, int]] = field(default_factory=Recent)
-    """Replicas that went on without this peer and got nowhere: until which step this peer does not wait, and for how
-    many steps."""
-    silent: Recent[tuple[int, int]] = field(default_factory=Recent)
-    """Amount of each replica's missing chunks (``Averager.silent``), and the last step with missing chunks."""
-    differed: int | None = None
-    """The last step at which our weights differed from the replicas' weights."""
-    offences: Recent[tuple[int, ...]] = field(default_factory=Recent)
-    """The last steps in which another peer's results differed from a member's, or from ours (``audit``)."""
-
-
 class Company:
     """Owns the choice of replicas for one step; each step has a new company."""
 
-    def __init__(self, ctx: Context, state: StepState, standing: Standing) -> None:
-        self._ctx, self._state, self._standing = ctx, state, standing
-        self._lost: Counter[PeerId] = Counter()
-        self._untrue: Counter[PeerId] = Counter()
+    def __init__(self, lasting: Lasting, state: StepState) -> None:
+        self._ctx, self._lessons, self._state = lasting.ctx, lasting.lessons, state
+        self._faults: Counter[PeerId] = Counter()
         self._outran: Counter[PeerId] = Counter()
         """Our attempts that each replica ended by a later attempt."""
         self._differing: set[PeerId] = set()
         """Replicas whose weights differ from most."""
 
     def members(self) -> tuple[PeerId, ...]:
-        """The members that a round of ours would have now, ourselves included. Rather than be alone and lack
-        microbatches, we count on a replica that hurries, which may not be the liar. We count on replicas that stand
+        """The members that a round of ours would have now, ourselves included. We count on replicas that stand
         aside, which then come back: if we left them out, each replica would name the members seen at that moment, and
         many replicas would never name the same members."""
-        state, me, views = self._state, self._ctx.net.peer_id, self._known_views()
-        sound = [m for m in self._ctx.roster.stage(self._ctx.roster.own.stage) if self._sound(m)]
-        able = [m for m in sound if not state.is_committed(m)]
-        found = counted_on(me, [m for m in able if self.may_average_with(m)], views)
-        whole = len(state.work.ledger.accumulated) == self._ctx.plan.microbatches
-        return found if whole or len(found) > 1 else counted_on(me, able, views)
+        stage, committed = self._ctx.roster.stage(self._ctx.roster.own.stage), self._state.committed()
+        able = [m for m in stage if m not in committed and self.may_average_with(m)]
+        return counted_on(self._ctx.net.peer_id, able, self._known_views())
 
     def without(self, left_out: Collection[PeerId] = ()) -> tuple[PeerId, ...]:
         """Replicas that a round of ours would not have, or that are ``left_out``: live replicas first, since messages
@@ -100,11 +62,8 @@ class Company:
 
     def may_average_with(self, peer: PeerId) -> bool:
         """Do we trust ``peer`` enough for averaging?"""
-        return self._sound(peer) and not self._hurries(peer)
-
-    def _sound(self, peer: PeerId) -> bool:
-        trusted = self._lost[peer] < MAX_LOST and self._untrue[peer] < MAX_UNTRUE
-        return trusted and not self.is_apart(peer) and peer not in self._differing
+        faulty = self._faults[peer] >= MAX_FAULTS or peer in self._differing
+        return not (faulty or self.is_apart(peer) or self._hurries(peer))
 
     def _hurries(self, peer: PeerId) -> bool:
         """Does ``peer`` end more of our attempts than any other replica, ``MAX_OUTRAN`` or more? A liar can drive honest
@@ -114,10 +73,10 @@ class Company:
 
     def is_apart(self, peer: PeerId) -> bool:
         """Is ``peer`` left out because of earlier steps or rounds, with missing chunks or a stall?"""
-        return self._state.step < self._standing.apart.get(peer, (0, 0))[0] or self._stalled(peer)
+        return peer in self._lessons.apart.at(self._state.step) or self._stalled(peer)
 
     def _stalled(self, peer: PeerId) -> bool:
-        return self._state.step < self._standing.stalled.get(peer, (0, 0))[0]
+        return peer in self._lessons.stalled.at(self._state.step)
 
     def differs(self, peer: PeerId) -> bool:
         """Does ``peer`` have other weights than most?"""
@@ -154,46 +113,42 @@ class Company:
 
     # Whom to count on less --------------------------------------------------------------------------------------------
 
-    def note_lost(self, members: Iterable[PeerId]) -> None:
-        """``members`` of our rounds were marked down."""
-        self._lost.update(members)
+    def note(self, members: Iterable[PeerId]) -> None:
+        """``members`` are at fault (``MAX_FAULTS``)."""
+        self._faults.update(members)
 
-    def note_untrue(self, members: Iterable[PeerId]) -> None:
-        """``members`` made false statements about themselves."""
-        self._untrue.update(members)
-
-    def note_outran(self, members: Iterable[PeerId]) -> None:
-        """``members`` made a later attempt while we waited for this one."""
-        self._outran.update(members)
-
-    def note_overdue(self, members: Iterable[PeerId]) -> None:
-        """``members`` answer, but have not done their part for long: leave ``members`` out for many steps."""
-        self.note_silent(dict.fromkeys(members, 2 * MAX_LOST))
+    def note_outran(self, seal: Seal) -> None:
+        """Members of our ``seal`` may have made a later attempt while we waited for that one."""
+        known = self._state.seals
+        self._outran.update(m for m in seal.members if m in known and known[m].attempt > seal.attempt)
 
     def note_stalled(self) -> None:
         """The replicas that go on without us get nowhere: stop waiting, in this step and some that follow. Reports may
         be lies."""
-        me, step, stalled = self._ctx.net.peer_id, self._state.step, self._standing.stalled
+        me = self._ctx.net.peer_id
         for peer in [m for m, view in self.views().items() if me not in view.members]:
-            stalled[peer] = _, steps = left_out(stalled.get(peer), step, STALLED)
-            why = "it goes on without this peer, and gets nowhere"
-            self._ctx.emit(ReplicaApart(step=step + 1, name=self._ctx.roster.name(peer), why=why, steps=steps))
+            self._leave_out(peer, self._lessons.stalled, "it goes on without this peer, and gets nowhere")
+
+    def note_overdue(self, members: Iterable[PeerId]) -> None:
+        """``members`` answer, but have not done their part for long: leave ``members`` out for many steps."""
+        self.note_silent(dict.fromkeys(members, 2 * MAX_FAULTS))
 
     def note_silent(self, owing: Mapping[PeerId, int]) -> None:
         """A round failed because live replicas were ``owing`` us chunks. After a few such rounds, in this step or in
         earlier steps, such replicas are left out for many steps: their link may carry calls, but no chunks. Replicas
         that may themselves wait for a chunk get twice as many rounds."""
-        silent, step = self._standing.silent, self._state.step
+        silent, step = self._lessons.silent, self._state.step
         for peer, owes in owing.items():
             before, last = silent.get(peer, (0, 0))
             silent[peer] = owes + (before if step - last <= APART else 0), step
-            if silent[peer][0] >= 2 * MAX_LOST and self.may_average_with(peer):
-                apart = self._standing.apart
-                apart[peer] = _, steps = left_out(apart.get(peer), step, APART)
+            if silent[peer][0] >= 2 * MAX_FAULTS and self.may_average_with(peer):
                 del silent[peer]
-                name = self._ctx.roster.name(peer)
-                why = "its chunks do not arrive"
-                self._ctx.emit(ReplicaApart(step=step + 1, name=name, why=why, steps=steps))
+                self._leave_out(peer, self._lessons.apart, "its chunks do not arrive")
+
+    def _leave_out(self, peer: PeerId, pauses: Overdue, why: str) -> None:
+        step, name = self._state.step, self._ctx.roster.name(peer)
+        if steps := pauses.note(peer, step):
+            self._ctx.emit(ReplicaApart(step=step + 1, name=name, why=why, steps=steps))
 
     def compare(self, seals: dict[PeerId, Seal]) -> None:
         """Compare the weights with which replicas began the step: differences come from devices that differ in the last
@@ -202,21 +157,17 @@ class Company:
 
         Raises Behind if our weights do not count, and MuletrainError if our weights did not count at the previous step,
         either."""
-        ctx, step, me, votes = (
-            self._ctx,
-            self._state.step,
-            self._ctx.net.peer_id,
-            Counter(s.weights for s in seals.values()),
-        )
+        ctx, step, me = self._ctx, self._state.step, self._ctx.net.peer_id
+        votes = Counter(s.weights for s in seals.values())
         right = seals[min(seals, key=lambda m: (-votes[seals[m].weights], m))].weights
         differing = {m for m, s in seals.items() if s.weights != right}
-        if me in differing and self._standing.differed == step - 1:
+        if me in differing and self._lessons.differed == step - 1:
             raise MuletrainError(
                 f"step {step + 1}: this peer's weights differ from its replicas' in every step, so it leaves. Replicas must agree "
                 f"to the last bit: use devices of one kind in a stage, or optimizer.state_device = 'cpu' for the run"
             )
         if me in differing:
-            self._standing.differed = step
+            self._lessons.differed = step
             raise Behind(f"step {step + 1}: the weights here are not those of the other replicas", weights_hold=False)
         for member in sorted(differing):
             ctx.emit(WeightsDiffer(step=step + 1, name=ctx.roster.name(member)))

@@ -8,13 +8,10 @@ import contextlib
 import itertools
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import NetworkError, ProtocolError
 from muletrain.policy import speakers
-from muletrain.policy.deadline import Deadline
-from muletrain.policy.recent import Recent
 from muletrain.runtime.core.times import AGAIN_S, GONE_S, LAG_S, pause_s
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.members.messages import Suspected
@@ -25,62 +22,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.blocks import StateImage
-    from muletrain.runtime.core.waiting import Waits
-    from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.members.row import Row, Sync
-    from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.step.gradient_log import GradientLog
-    from muletrain.runtime.step.record import Attested, Certificate, StepRecord
-    from muletrain.runtime.step.state import StepState
+    from muletrain.runtime.step.record import Certificate, StepRecord
+    from muletrain.runtime.step.state import Lasting, StepState
 
-ANEW = 4
-"""Times that a peer may begin to accumulate a step's microbatches, before that is no progress for our waits: the peer
-may lie."""
 MAX_ASKED = 8
 """Peers asked at once: live replicas (in a larger stage more, so that all were asked before a wait is given up), peers
 that confirm that the run is beyond this step, and peers asked for the record after the first that knew it."""
 
 
-class Rivals(Protocol):
-    """Deals with peers of other lineages (``recovery.forks``)."""
-
-    def met(self, peer: PeerId, step: int) -> None:
-        """``peer`` trains in another lineage, at ``step``."""
-        ...
-
-
-@dataclass
-class Observed:
-    """Observations of the other peers in past steps."""
-
-    late: Deadline = field(default_factory=lambda: Deadline(floor_s=AGAIN_S))
-    """How long a peer may stay at an earlier step: as long as we take to apply a step, or as late peers took."""
-    left_out: Recent[None] = field(default_factory=Recent)
-    """Peers that stayed at an earlier step for so long, and have not been in time since."""
-    moved: Recent[tuple[int, bytes]] = field(default_factory=Recent)
-    """Each peer's last report: bytes moved, and the round being averaged."""
-    asked_round: int = 0
-    """Questions to all peers so far."""
-
-
 class Exchange:
     """The exchange of one step, with its open questions; each step has a new exchange."""
 
-    def __init__(
-        self,
-        ctx: Context,
-        position: Position,
-        state: StepState,
-        log: GradientLog,
-        waits: Waits,
-        rivals: Rivals,
-        observed: Observed,
-    ) -> None:
-        self._ctx, self._position, self._state, self._log = ctx, position, state, log
-        self._waits, self._rivals, self._observed = waits, rivals, observed
-        self._work = state.work
+    def __init__(self, lasting: Lasting, state: StepState) -> None:
+        self._ctx, self._position, self._log = lasting.ctx, lasting.position, lasting.log
+        self._waits, self._met_rival, self._lessons = lasting.waits, lasting.met_rival, lasting.lessons
+        self._state, self._work = state, state.work
         self._overtaken = False
         self._doubted: set[PeerId] = set()
         """Replicas that we ask other peers about."""
@@ -101,9 +58,8 @@ class Exchange:
         """Microbatches in flight at each peer, or given out by it, as it said last."""
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was still at an earlier step."""
-        self._most: dict[PeerId, list[int]] = {}
-        """Most microbatches that a peer reported as accumulated in this step, for each time that the peer began
-        anew."""
+        self._most: dict[PeerId, int] = {}
+        """Most microbatches that each peer reported as accumulated in this step."""
 
     # What arrives -----------------------------------------------------------------------------------------------------
 
@@ -148,18 +104,12 @@ class Exchange:
                 self.tell((sender,), entry=state.attested)
         if said.stage == ctx.roster.own.stage and (said.seal or said.entry):
             self._question(sender)
-        for member in (
-            said.entry.without if said.entry is not None else ()
-        ):  # a round counts only if such members are down
+        given_up = () if said.entry is None else said.entry.without
+        for member in given_up:  # a round counts only if such members are down
             ctx.detector.look_after(member, state.lineage, state.step)
         ctx.news.touched()
         if not self._work.all_completed and (said.seal or said.entry or said.entries):
-            self._overtaken_by(sender, applied=False)
-
-    def on_later(self, sender: PeerId, *, applied: bool) -> None:
-        """A frame of ``sender`` shows that it has all microbatches of this step through, or has ``applied`` the
-        step."""
-        self._overtaken_by(sender, applied=applied)
+            self.on_later(sender, applied=False)
 
     # What we state ----------------------------------------------------------------------------------------------------
 
@@ -247,9 +197,9 @@ class Exchange:
         """Do we have the step's record, or (unless ``applied``) all its microbatches?"""
         return self._recorded() if applied else self._work.all_completed
 
-    def _overtaken_by(self, sender: PeerId, *, applied: bool) -> None:
-        """``sender`` has a result that we wait for. Usually the result comes soon here, too; if not, a notice was
-        lost."""
+    def on_later(self, sender: PeerId, *, applied: bool) -> None:
+        """A frame of ``sender`` shows that all microbatches of this step are through at ``sender``, or that ``sender`` has
+        ``applied`` the step. Usually this happens soon here, too; if not, a notice was lost."""
         if not (self._overtaken or self._position.away or self._reached(applied=applied)):
             self._overtaken = True
             self._ctx.spawn(self._find_out_later(sender, applied=applied), "overtaken")
@@ -264,18 +214,16 @@ class Exchange:
         """Find out whether ``holder`` sealed the attested round, unless we know."""
         seal = self._state.seals.get(holder)
         asked = holder, seal.attempt if seal is not None else -1
-        if asked in self._questioned:
-            return
-        for round_ in self._state.doubtful(holder):
+        if asked not in self._questioned and self._state.doubtful(holder):
             self._questioned.add(asked)
-            self._ctx.spawn(self._ask_why(holder, round_), "ask for a seal")
+            self._ctx.spawn(self._ask_why(holder), "ask for a seal")
 
-    async def _ask_why(self, holder: PeerId, round_: Attested) -> None:
+    async def _ask_why(self, holder: PeerId) -> None:
         """Ask ``holder`` for its seal, which may have been lost. A holder announces nothing more, except a holder that
         took the round from another peer."""
         state = self._state
         if await self._sync(holder) is not None and state.current and holder in state.seals:
-            if state.unsealed(round_) and round_.holders.keys() == {holder}:
+            if any(round_.holders.keys() == {holder} for round_ in state.doubtful(holder)):
                 self._ctx.refused(holder, "round entry: its members are not what its holder sealed")
             self._ctx.news.touched()
 
@@ -302,22 +250,19 @@ class Exchange:
         row = await self._sync(peer)
         if row is None:
             return None
-        moved, round_ = self._observed.moved.get(peer, (0, b""))
+        moved, round_ = self._lessons.moved.get(peer, (0, b""))
         # averaging over slow links takes long, and so does a microbatch on a slow device; a peer whose device is late soon
         # leaves the step to the others
         if row.moved > moved or row.round != round_ or row.late or row.in_flight:
             self._waits.came_on()
         accumulated = len({*row.accumulated} & {*range(ctx.plan.microbatches)})  # the report may be false
         self._at_work[peer] = frozenset({*row.in_flight, *row.given}) if row.current else frozenset()
-        if row.current and (most := self._most.setdefault(peer, [0])[-1]) != accumulated:
-            if accumulated > most:
-                self._most[peer][-1] = accumulated
-                self._waits.grew()
-            elif len(self._most[peer]) < ANEW:  # the peer computes dropped microbatches again
-                self._most[peer].append(accumulated)
-        self._observed.moved[peer] = row.moved, row.round
+        if row.current and accumulated > self._most.get(peer, 0):
+            self._most[peer] = accumulated
+            self._waits.grew()
+        self._lessons.moved[peer] = row.moved, row.round
         if row.rival:
-            self._rivals.met(peer, row.step)
+            self._met_rival(peer, row.step)
             ctx.detector.mark_down(peer, "it trains in another lineage", declines=True)
             return row
         if row.step > state.step:
@@ -331,14 +276,14 @@ class Exchange:
         if not row.current or (row.step < state.step and self._work.all_completed):
             self._leave_out(peer, row)  # the peer is of no use before it reaches this step
         elif row.step == state.step and peer in self._late:
-            self._observed.late.measured(ctx.clock.now() - self._late.pop(peer))
-            self._observed.left_out.pop(peer, None)
+            self._lessons.late.measured(ctx.clock.now() - self._late.pop(peer))
+            self._lessons.left_out.pop(peer, None)
         return row
 
     def _leave_out(self, peer: PeerId, row: Row) -> None:
         """Mark ``peer`` down after a long time at an earlier step. Its device may be at a microbatch that another peer
         has done since, and applies the step after that."""
-        now, observed = self._ctx.clock.now(), self._observed
+        now, observed = self._ctx.clock.now(), self._lessons
         busy_s = 0.0 if peer in observed.left_out else self._ctx.compute.jobs.longest_s()
         if now - self._late.setdefault(peer, now) >= max(observed.late.seconds(), busy_s):
             self._late[peer] = now  # else every answer would mark the peer down again
@@ -349,22 +294,23 @@ class Exchange:
         """Ask all peers; in a large run (some of) our replicas and one peer of each other stage, other ones the next time.
         Peers that are down are asked, too, since a healed link does not announce itself, but are not waited for. Returns the
         answers of live peers."""
-        roster, observed = self._ctx.roster, self._observed
-        observed.asked_round += 1
+        roster, lessons = self._ctx.roster, self._lessons
+        lessons.asked_round += 1
         for peer in self._ctx.detector.worth_a_try(p for p in roster.everyone() if not roster.is_alive(p)):
             self._ctx.spawn(self.find_out(peer), "ask after the dead")
         if self._state.size <= speakers.DIRECT:
-            return await self._ask(roster.spread(speakers.DIRECT, observed.asked_round))
+            return await self.ask_each(roster.spread(speakers.DIRECT, lessons.asked_round))
         replicas = tuple(filter(roster.is_alive, roster.replicas()))
         count = max(MAX_ASKED, math.ceil(len(replicas) / (MAX_SILENCE - 1)))
-        some = roster.spread(count, observed.asked_round, replicas)
-        return await self._ask((*some, *roster.one_of_each(observed.asked_round)))
+        some = roster.spread(count, lessons.asked_round, replicas)
+        return await self.ask_each((*some, *roster.one_of_each(lessons.asked_round)))
 
     async def ask_replicas(self, *, live: bool = False) -> list[Row]:
         """Ask all replicas (only the ``live`` ones), since a notice may be lost. Returns the answers."""
-        return await self._ask(p for p in self._ctx.roster.replicas() if not live or self._ctx.roster.is_alive(p))
+        return await self.ask_each(p for p in self._ctx.roster.replicas() if not live or self._ctx.roster.is_alive(p))
 
-    async def _ask(self, peers: Iterable[PeerId]) -> list[Row]:
+    async def ask_each(self, peers: Iterable[PeerId]) -> list[Row]:
+        """Ask ``peers`` at once. Returns the answers. Raises Behind."""
         answers = await asyncio.gather(*map(self.ask, dict.fromkeys(peers)))
         return [row for row in answers if row is not None]
 
@@ -423,34 +369,3 @@ class Exchange:
         if version in (0, ask.known):
             return {"version": version}
         return {"version": version, "said": Statements(lineage=ask.lineage, step=ask.step, stage=own, **said)}
-
-
-class Current(Protocol):
-    """Knows the current step (``runner``)."""
-
-    @property
-    def state(self) -> StepState:
-        """The peer's knowledge of the current step."""
-        ...
-
-
-class Answers:
-    """Gives copies of the gradients of the current step, and of earlier steps (``core.blocks``)."""
-
-    def __init__(self, ctx: Context, current: Current, log: GradientLog, membership: Membership) -> None:
-        self._ctx, self._current, self._log, self._membership = ctx, current, log, membership
-        ctx.blocks.offers("gradients", self._given)
-
-    async def _given(self, peer: PeerId, name: bytes) -> StateImage | None:
-        """See ``core.blocks.Reader``. A gradient is for replicas of its stage; the tied part also for the other stage
-        that shares these parameters."""
-        state, roster = self._current.state, self._ctx.roster
-        own, sharing = roster.own.stage, state.builder.tied
-        served = roster.member(peer).stage if roster.knows(peer) else None
-        for tied, stages in ((False, (own,)), (True, sharing if own in sharing else ())):
-            image = await self._log.image(peer, name, state.gradient, state.other, tied=tied) if stages else None
-            if image is not None and (
-                served in stages or any([await self._membership.serves(peer, s) for s in stages])
-            ):
-                return image
-        return None

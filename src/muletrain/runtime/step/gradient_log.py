@@ -28,25 +28,16 @@ MAX_STEPS = 512
 
 @dataclass
 class _Past:
-    """An applied step. ``image`` replaces ``gradient`` once the step is not the last step any more."""
+    """An applied step."""
 
     step: int
     lineage: bytes
     """The lineage that the step's frames carried."""
     record: StepRecord
-    entry: RoundEntry
-    """Our stage's round in the record."""
-    gradient: MeanGradient | None
+    gradient: MeanGradient
+    """Of our stage's round in the record; once the step is not the last step any more, only the copy for sending."""
     other: TiedPart | None
     """Kept for replicas, which need both parts."""
-    image: StateImage | None = None
-
-    @property
-    def nbytes(self) -> int:
-        beside = 0 if self.other is None else self.other.image.size
-        if self.gradient is not None:
-            return self.gradient.values.nbytes + beside
-        return beside + (self.image.size if self.image is not None else 0)
 
 
 class GradientLog:
@@ -77,11 +68,11 @@ class GradientLog:
             other = replace(other, values=other.values.new_empty(0))
         record = builder.record()
         assert record is not None, "the step is applied"
-        past.append(_Past(builder.step, builder.lineage, record, gradient.entry, gradient, other))
+        past.append(_Past(builder.step, builder.lineage, record, gradient, other))
         now = self._ctx.clock.now()
         self._followers = {p: f for p, f in self._followers.items() if now - f[1] < GONE_S}
         needed = min((step for step, _ in self._followers.values()), default=builder.step)
-        while len(past) > 1 and (past[0].step < needed or len(past) > MAX_STEPS or self._excess()):
+        while len(past) > 1 and (past[0].step < needed or len(past) > MAX_STEPS or self.nbytes > self._limit):
             past.popleft()
         if len(past) > 1:
             self._ctx.spawn(self._pack(past[-2]), "pack")
@@ -93,25 +84,21 @@ class GradientLog:
     @property
     def nbytes(self) -> int:
         """Bytes of the gradients beside the last."""
-        return sum(p.nbytes for p in list(self._past)[:-1])
-
-    def _excess(self) -> bool:
-        return self.nbytes > self._limit
+        past = list(self._past)[:-1]
+        return sum(p.gradient.nbytes + (0 if p.other is None else p.other.packed.size) for p in past)
 
     async def _pack(self, past: _Past) -> None:
-        """Replace a gradient by its copy, which needs a half or a quarter of the memory."""
-        if past.gradient is not None:
-            past.image = await past.gradient.image(self._ctx)
-            past.image.channel, past.gradient = Channel.BULK, None  # the copy is not urgent any more
-            if past.other is not None:
-                past.other.image.channel = Channel.BULK
+        """Keep only a gradient's copy, which needs a half or a quarter of the memory, and is not urgent any more."""
+        await past.gradient.pack(self._ctx)
+        if past.other is not None:
+            past.other.packed.channel = Channel.BULK
 
     def applied(self, peer: PeerId, step: int, lineage: bytes) -> tuple[RoundEntry, StepRecord] | None:
         """Our stage's round and the record of a kept step; None for other steps."""
         for past in self._past:
             if (past.step, past.lineage) == (step, lineage):
                 self._heard(peer, step)
-                return past.entry, past.record
+                return past.gradient.entry, past.record
         return None
 
     async def image(
@@ -119,16 +106,10 @@ class GradientLog:
     ) -> StateImage | None:
         """The copy with this ``name`` of a whole gradient (``tied``: of a tied part) that is kept, or is ``current`` or
         ``other``; None: no such copy is here."""
-        for gradient, part in ((current, other), *((past.gradient, past.other) for past in self._past)):
-            if gradient is not None and gradient.has(name, tied=tied):
-                self._heard(peer, gradient.entry.step)
-                return await gradient.image(self._ctx, tied=tied)
-            if tied and part is not None and part.has(name):
-                return part.image
-        for past in () if tied else self._past:
-            if past.image is not None and name in (past.entry.round, past.image.digest):
-                self._heard(peer, past.step)
-                return past.image
+        for held in (current, other, *(held for past in self._past for held in (past.gradient, past.other))):
+            if held is not None and held.has(name, tied=tied):
+                self._heard(peer, held.step)
+                return await held.image(self._ctx, tied=tied)
         return None
 
     def _heard(self, peer: PeerId, step: int) -> None:

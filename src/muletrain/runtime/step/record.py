@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgpack
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from muletrain.clock import Clock
+    from muletrain.runtime.members.roster import Roster
     from muletrain.runtime.members.row import StageEntry, TiedEntry
 
 
@@ -61,14 +62,7 @@ class StepRecord:
     def hash(self) -> bytes:
         """The lineage of step t + 1."""
         content = [
-            [
-                e.round,
-                [e.size, e.content, e.square_norm, e.finite],
-                e.stop,
-                list(e.leaves),
-                list(e.expelled),
-                e.tied,
-            ]
+            [e.round, [e.size, e.content, e.square_norm, e.finite], e.stop, list(e.leaves), list(e.expelled), e.tied]
             for e in self.stages
         ]
         return hashed(
@@ -120,24 +114,19 @@ class Attested:
     facts: RoundEntry
     entry: StageEntry
     holders: dict[str, RoundEntry] = field(default_factory=dict)
-    given_up: set[str] = field(default_factory=set)
-    """Members that a holder goes on without."""
 
-    def add(self, entry: RoundEntry) -> bool:
-        """Take in a holder's entry. False: no news."""
-        before = self.holders.get(entry.holder)
-        if before is not None:
-            if set(entry.without) <= set(before.without):
-                return False
-            entry = entry.model_copy(update={"without": tuple(sorted({*entry.without, *before.without}))})
-        self.holders[entry.holder] = entry
-        self.given_up |= {*entry.without}
-        return True
+    def add(self, entry: RoundEntry) -> None:
+        """Take in a holder's entry. Members that the holder has given up stay so."""
+        before = self.holders.setdefault(entry.holder, entry)
+        if not set(entry.without) <= set(before.without):
+            without = tuple(sorted({*entry.without, *before.without}))
+            self.holders[entry.holder] = entry.model_copy(update={"without": without})
 
     def complete(self, live: Collection[str], attesting: Collection[str]) -> bool:
         """Does every member hold the gradient, except members that are given up by a holder, down, or attest to another
         round?"""
-        lacking = set(self.facts.members) - self.holders.keys() - self.given_up
+        given_up = {member for entry in self.holders.values() for member in entry.without}
+        lacking = set(self.facts.members) - self.holders.keys() - given_up
         return not any(m in live and m not in attesting for m in lacking)
 
 
@@ -147,37 +136,12 @@ SLACK = 1 + 1e-3
 """Factor by which rounding may make a product larger than the norms allow."""
 
 
-class _Claim(NamedTuple):
-    """A record that a peer claims to have applied."""
-
-    record: StepRecord
-    heard_s: float
-    """When we first heard of it."""
-
-
 class Certificate(NamedTuple):
     """A peer's word that a round of its stage counts. ``product``: that counts with the round, if the stage is one of
     two that share parameters."""
 
     entry: StageEntry
     product: float = 0.0
-
-
-class LiveReplicas(Protocol):
-    """Knows the live peers, and the voters (``Roster``)."""
-
-    @property
-    def version(self) -> int:
-        """Changes with the live peers and the voters."""
-        ...
-
-    def stage(self, stage: int) -> tuple[str, ...]:
-        """Live replicas of ``stage``, ourselves included."""
-        ...
-
-    def voters(self, stage: int) -> tuple[str, ...]:
-        """The same, with replicas that are down here and perhaps nowhere else."""
-        ...
 
 
 @dataclass
@@ -205,26 +169,26 @@ class RecordBuilder:
     stages: int
     previous: bytes
     """hash(R_{t-1})"""
-    live: LiveReplicas
+    live: Roster
     clock: Clock
     patience: Callable[[], float]
     """Returns how long the replicas that hold no round may take [s]."""
     tied: tuple[int, ...] = ()
     """The two stages that share parameters, if any."""
-    news: Counter[int] = field(default_factory=Counter)
-    """Number of new statements by replicas, by stage."""
     _rounds: dict[tuple[int, bytes], list[Attested]] = field(default_factory=dict)
     """Rounds by stage and id; an id has several rounds if the holders contradict each other."""
-    _abstaining: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    _claims: dict[str, _Claim] = field(default_factory=dict)
+    abstaining: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Replicas that accept the agreement of their stage's other replicas, by stage."""
+    _claims: dict[str, StepRecord] = field(default_factory=dict)
+    """The record that each peer claims to have applied."""
+    _claimed_s: dict[str, float] = field(default_factory=dict)
+    """When we first heard of each of ``_claims``."""
     _certificates: dict[int, dict[str, Certificate]] = field(default_factory=lambda: defaultdict(dict))
     """By stage and peer of that stage."""
     _answers: dict[int, Any] = field(default_factory=dict)
     """See ``_kept``."""
-    _seen: tuple[int, int] = (0, 0)
-    """Statements heard, and the version of the live peers, at the time of ``_answers``."""
-    _heard: int = 0
-    """Statements heard so far."""
+    _version: int = 0
+    """Version of the live peers at the time of ``_answers``."""
     _undecided: dict[int, float] = field(default_factory=dict)
     """Stages whose voters have all attested without a majority, with the time since then."""
     _products: dict[str, TiedEntry] = field(default_factory=dict)
@@ -242,38 +206,32 @@ class RecordBuilder:
         self._check(entry)
         rounds = self._rounds.get((entry.stage, entry.round), [])
         known = next((k for k in rounds if same_facts(entry, k.facts)), None)
-        if known is None or entry.holder not in known.holders:
-            said = sum(
-                entry.holder in k.holders for (s, _), each in self._rounds.items() for k in each if s == entry.stage
-            )
-            if said >= self.MAX_ROUNDS:
-                raise ProtocolError(
-                    f"stage {entry.stage}: more than {self.MAX_ROUNDS} rounds of one holder in one step"
-                )
+        new = known is None or entry.holder not in known.holders
+        if new and sum(entry.holder in k.holders for k in self.rounds(entry.stage)) >= self.MAX_ROUNDS:
+            raise ProtocolError(f"stage {entry.stage}: more than {self.MAX_ROUNDS} rounds of one holder in one step")
         if known is None:
             self._check_facts(entry)
-            known = Attested(facts_of(entry), entry.for_record())
+            known = Attested(entry.model_copy(update={"holder": "", "without": ()}), entry.for_record())
             self._rounds.setdefault((entry.stage, entry.round), []).append(known)
-        if known.add(entry):
-            self._hear(entry.stage)
+        known.add(entry)
+        self._answers.clear()
 
     def abstain(self, stage: int, peer: str) -> None:
         """``peer`` accepts the agreement of its stage's other replicas."""
-        if peer not in self._abstaining[stage]:
-            self._abstaining[stage].add(peer)
-            self._hear(stage)
+        self.abstaining[stage].add(peer)
+        self._answers.clear()
 
     def add_tied(self, peer: str, entry: TiedEntry) -> None:
         """Take in a product stated by ``peer``, of a ``tied`` stage."""
         self._products[peer] = entry
-        self._heard += 1
+        self._answers.clear()
 
     def certify(self, peer: str, stage: int, certificate: Certificate) -> None:
         """``peer`` of ``stage`` says that a round of its stage counts. Raises ProtocolError for another stage's round."""
         if certificate.entry.stage != stage:
             raise ProtocolError(f"a certificate of stage {certificate.entry.stage} from a peer of stage {stage}")
         self._certificates[stage][peer] = certificate
-        self._heard += 1
+        self._answers.clear()
 
     def claim(self, peer: str, entries: tuple[StageEntry, ...], hash_: bytes, product: float = 0.0) -> bool:
         """``peer`` says that it applies the record of ``entries`` and ``product``. False if ``hash_`` shows another
@@ -283,26 +241,21 @@ class RecordBuilder:
         record = StepRecord(self.step, self.previous, entries, product)
         if record.hash != hash_:
             return False
-        before = self._claims.get(peer)
-        heard_s = before.heard_s if before is not None and before.record == record else self.clock.now()
-        self._claims[peer] = _Claim(record, heard_s)
-        self._heard += 1
+        if self._claims.get(peer) != record:
+            self._claims[peer], self._claimed_s[peer] = record, self.clock.now()
+        self._answers.clear()
         return True
 
     def trust(self, trusting: bool) -> None:
         """Let a single peer that applied the step be enough, if no asked peer is still at the step."""
         self._trusting = trusting
-        self._heard += 1
-
-    def _hear(self, stage: int) -> None:
-        self.news[stage] += 1
-        self._heard += 1
+        self._answers.clear()
 
     def _kept(self, question: int, answer: Callable[[], T]) -> T:
         """``answer()`` for a stage, or one of the names beside stages. Computed again only after news, or while the
         question is undecided, which time decides: waits ask whenever anything arrives."""
-        if self._seen != (seen := (self._heard, self.live.version)):
-            self._seen = seen
+        if self._version != self.live.version:
+            self._version = self.live.version
             self._answers.clear()
         open_ = question in self._undecided or (question < 0 and self._undecided)
         if open_ or question not in self._answers:
@@ -334,17 +287,11 @@ class RecordBuilder:
         """Number of peers that claim to have applied this step."""
         return len(self._claims)
 
-    def applied(self, stage: int, before_s: float) -> frozenset[str]:
-        """Live replicas of ``stage`` that have applied the step, as we heard before ``before_s``. Such a replica makes no
-        other round."""
+    def applied(self, stage: int, before_s: float) -> list[StageEntry]:
+        """The rounds of ``stage`` that its live replicas applied, as we heard before ``before_s``. Such a replica makes no
+        other round. (A round's id alone would let another peer give it other facts.)"""
         live, claims = self.live.stage(stage), self._claims.items()
-        return frozenset(peer for peer, claim in claims if peer in live and claim.heard_s <= before_s)
-
-    def has_applied(self, peer: str, entry: StageEntry) -> bool:
-        """Did ``peer`` say that it applied a record with this round? The id alone would let another peer give it other
-        facts."""
-        claim = self._claims.get(peer)
-        return claim is not None and claim.record.stages[entry.stage] == entry
+        return [r.stages[stage] for peer, r in claims if peer in live and self._claimed_s[peer] <= before_s]
 
     def rounds(self, stage: int) -> list[Attested]:
         """The rounds of ``stage``, most holders first."""
@@ -366,10 +313,6 @@ class RecordBuilder:
         """The round ``entry`` in the words of a holder; None: no holder told us."""
         known = self._known(entry)
         return None if known is None else known.holders[min(known.holders)]
-
-    def abstaining(self, stage: int) -> frozenset[str]:
-        """Replicas of ``stage`` that abstain."""
-        return frozenset(self._abstaining[stage])
 
     def record(self) -> StepRecord | None:
         """``R_t``, once a round of every stage counts, or enough peers applied the record; else None."""
@@ -399,7 +342,7 @@ class RecordBuilder:
         attesting = {
             m for (stage, _), each in self._rounds.items() if stage in undecided for k in each for m in k.holders
         }
-        voters = [p for stage in undecided for p in self.live.voters(stage) if p not in self._abstaining[stage]]
+        voters = [p for stage in undecided for p in self.live.voters(stage) if p not in self.abstaining[stage]]
         return tuple(p for p in voters if p not in attesting)
 
     def settle(self) -> None:
@@ -410,11 +353,11 @@ class RecordBuilder:
         """Do at least two peers attest to the members that ``stage`` expels? A single peer could lie."""
         chosen, record = self._choice(stage), self.record()
         attesting = len(chosen.holders) if chosen is not None else 0
-        return attesting > 1 or sum(c.record == record for c in self._claims.values()) > 1
+        return attesting > 1 or sum(claim == record for claim in self._claims.values()) > 1
 
     def _choice(self, stage: int) -> Attested | None:
         """The round of ``stage`` that counts, if any."""
-        return self._kept(stage, lambda: self._counting(stage, {*self.live.voters(stage)} - self._abstaining[stage]))
+        return self._kept(stage, lambda: self._counting(stage, {*self.live.voters(stage)} - self.abstaining[stage]))
 
     def _counting(self, stage: int, voters: set[str]) -> Attested | None:
         rounds, live = self.rounds(stage), self.live.stage(stage)
@@ -425,7 +368,7 @@ class RecordBuilder:
         if voters <= attesting:
             possible, patience_s = whole, AGAIN_S
         else:  # a long silent voter may never attest; but fewer than half do not speak for the rest
-            possible, patience_s = held_by_half(whole, voters), max(AGAIN_S, self.patience())
+            possible, patience_s = held_by_most(whole, voters, tie=1), max(AGAIN_S, self.patience())
         if most or not possible:
             self._undecided.pop(stage, None)
         elif self.clock.now() - self._undecided.setdefault(stage, self.clock.now()) >= patience_s:
@@ -475,7 +418,7 @@ class RecordBuilder:
         votes = {peer: product for peer, product in stated.items() if abs(product) <= most}
         elsewhere = {m for e in chosen for k in self.rounds(e.stage) if k.entry != e for m in k.holders}
         elsewhere -= {m for e in chosen for m in self.holders(e)}
-        voters = live - elsewhere - {m for e in chosen for m in self._abstaining[e.stage]}
+        voters = live - elsewhere - {m for e in chosen for m in self.abstaining[e.stage]}
         product, count = min(Counter(votes.values()).items(), key=lambda item: (-item[1], item[0]), default=(0.0, 0))
         product += 0.0  # -0.0 is equal to 0.0, but hashes differ
         if 2 * count > len(voters | votes.keys()):
@@ -491,13 +434,13 @@ class RecordBuilder:
         if not self._claims:
             return (), 0.0
         others = sum(len(self.live.stage(stage)) for stage in range(self.stages)) - 1
-        hashes = Counter(c.record.hash for c in self._claims.values())
+        hashes = Counter(claim.hash for claim in self._claims.values())
         most, count = min(hashes.items(), key=lambda item: (-item[1], item[0]))
         unknown = [stage for stage in range(self.stages) if self._counts(stage) is None] or self.tied
         alone = self._trusting or not any(map(self.live.stage, unknown))  # no other peer could tell us
         if 2 * count <= len(self._claims) or count < (1 if alone else min(2, others)):
             return (), 0.0
-        return next((c.record.stages, c.record.product) for c in self._claims.values() if c.record.hash == most)
+        return next((claim.stages, claim.product) for claim in self._claims.values() if claim.hash == most)
 
 
 def said_by_most(said: Sequence[T]) -> tuple[T | None, int]:
@@ -506,19 +449,9 @@ def said_by_most(said: Sequence[T]) -> tuple[T | None, int]:
     return (most, count) if 2 * count > len(said) else (None, 0)
 
 
-def held_by_most(rounds: list[Attested], voters: Collection[str]) -> list[Attested]:
-    """The rounds with attestations of more than half of ``voters`` and the round's own holders."""
-    return [k for k in rounds if 2 * len(k.holders) > len({*voters, *k.holders})]
-
-
-def held_by_half(rounds: list[Attested], voters: Collection[str]) -> list[Attested]:
-    """The rounds with attestations of at least half of ``voters`` and the round's own holders."""
-    return [k for k in rounds if 2 * len(k.holders) >= len({*voters, *k.holders})]
-
-
-def facts_of(entry: RoundEntry) -> RoundEntry:
-    """``entry`` with only the facts that all holders of the round share."""
-    return entry.model_copy(update={"holder": "", "without": ()})
+def held_by_most(rounds: list[Attested], voters: Collection[str], tie: int = 0) -> list[Attested]:
+    """The rounds with attestations of more than half of ``voters`` and the round's own holders; ``tie`` = 1: or of half."""
+    return [k for k in rounds if 2 * len(k.holders) + tie > len({*voters, *k.holders})]
 
 
 def same_facts(a: RoundEntry, b: RoundEntry) -> bool:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from muletrain.errors import MuletrainError
 from muletrain.events import AveragingFailed, RoundGivenUp
@@ -23,37 +22,17 @@ from muletrain.runtime.step.state import MAX_ATTEMPTS
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from torch import Tensor
-
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.blocks import Downloader
-    from muletrain.runtime.core.waiting import Waits
-    from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.leaving import Departure
-    from muletrain.runtime.members.row import Seal, ShardFacts
-    from muletrain.runtime.microbatch.inflight import InFlightStep
-    from muletrain.runtime.microbatch.position import Position
+    from muletrain.runtime.members.row import Seal
     from muletrain.runtime.step.agreement import RoundAgreement
     from muletrain.runtime.step.company import Company
     from muletrain.runtime.step.exchange import Exchange
-    from muletrain.runtime.step.reruns import Deadlines, Reruns
-    from muletrain.runtime.step.state import StepState
+    from muletrain.runtime.step.reruns import Reruns
+    from muletrain.runtime.step.state import Lasting, StepState
 
 T = TypeVar("T")
 SWIFT_TRIES = 4
 """Attempts at a round without a pause in between: gaps are run again, a member dies."""
-
-
-class Trainers(Protocol):
-    """Gives out this peer's microbatches (``peer``)."""
-
-    def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
-        """Take over unfinished microbatches of ``work``: after a death, or because they are ``late``."""
-        ...
-
-    async def begin_ahead(self, work: InFlightStep) -> None:
-        """Begin to compute ``work``, the next step, beside the present step."""
-        ...
 
 
 class _HeldElsewhere(Exception):
@@ -65,24 +44,17 @@ class Reduction:
 
     def __init__(
         self,
-        ctx: Context,
-        position: Position,
-        departure: Departure,
-        trainers: Trainers,
+        lasting: Lasting,
         state: StepState,
         company: Company,
         exchange: Exchange,
         reruns: Reruns,
         agreement: RoundAgreement,
-        waits: Waits,
-        deadlines: Deadlines,
-        downloader: Downloader,
     ) -> None:
-        self._ctx, self._position, self._departure, self._trainers = ctx, position, departure, trainers
+        self._lasting, self._ctx, self._position = lasting, lasting.ctx, lasting.position
+        self._waits, self._lessons = lasting.waits, lasting.lessons
         self._state, self._company, self._exchange = state, company, exchange
-        self._reruns, self._agreement, self._waits, self._deadlines = reruns, agreement, waits, deadlines
-        self._downloader = downloader
-        self._work = state.work
+        self._reruns, self._agreement, self._work = reruns, agreement, state.work
         self._gathering = False
         """We are receiving a gradient."""
         self._reducing: Seal | None = None
@@ -90,10 +62,8 @@ class Reduction:
         """Finite accumulators gave a mean that is not finite."""
         self._rivals: set[bytes] = set()
         """Other rounds of our stage that we knew when we attested to our round."""
-        self._held_at = ctx.clock.now()
+        self._held_at = lasting.ctx.clock.now()
         """When we got the gradient: at the latest when this step began here."""
-        self._attested_at: tuple[bytes, int, int, bool] | None = None
-        """The round that we attested to, and our knowledge at that time."""
 
     async def hold(self, weights: bytes) -> MeanGradient:
         """Get our stage's mean gradient by a reduction with the other replicas, or from a holder. ``weights``: digest
@@ -107,7 +77,7 @@ class Reduction:
             try:
                 await self._waits.until(
                     lambda: self._work.all_completed,
-                    self._deadlines.step,
+                    self._lessons.step,
                     "microbatches to go through",
                     self._ask_progress,
                     self._ctx.meter.pulse,
@@ -124,7 +94,7 @@ class Reduction:
                     self._exchange.abstain()  # not before: a holder that gives nobody its gradient would decide alone
                     gradient = taken
                     break
-                self._company.note_untrue(holders)
+                self._company.note(holders)
                 await self._ctx.clock.sleep(pause_s(tries))
         self._held_at = self._ctx.clock.now()
         self._state.hold(gradient)
@@ -154,9 +124,7 @@ class Reduction:
         if self._position.interrupted is not None:
             raise self._position.interrupted
         if (seal := self._reducing) is not None and state.latest_attempt(seal.members) > seal.attempt:
-            self._company.note_outran(
-                m for m in seal.members if m in state.seals and state.seals[m].attempt > seal.attempt
-            )
+            self._company.note_outran(seal)
             raise RoundFailed(f"averaging step {state.step + 1}: another attempt has begun")
         self.attest()  # again, where a member is lost or another round is heard of
         self._exchange.speak()
@@ -180,11 +148,7 @@ class Reduction:
         if gradient is None:
             return
         entry = gradient.entry
-        overdue = ctx.clock.now() - self._held_at >= self._deadlines.averaging.seconds()
-        seen = entry.round, builder.news[entry.stage], ctx.roster.version, overdue
-        if self._attested_at == seen:
-            return
-        self._attested_at = seen
+        overdue = ctx.clock.now() - self._held_at >= self._lessons.averaging.seconds()
         me, alive, known = ctx.net.peer_id, ctx.roster.is_alive, builder.holders(gradient.for_record)
         lacking = {m for m in entry.members if m != me and m not in known}
         without = {m for m in lacking if overdue or not alive(m)}
@@ -204,16 +168,6 @@ class Reduction:
         await self._exchange.ask_everyone()
         self._give_way()
 
-    def look_back(self) -> None:
-        """The record is there. If a single live member of its rounds did not report, and is a replica, blame that
-        member, which may never report. If several did not, our own links may be at fault."""
-        builder, roster, record = self._state.builder, self._ctx.roster, self._state.builder.record()
-        rounds = [(builder.told(e), builder.holders(e)) for e in (() if record is None else record.stages)]
-        unsaid = {m for e, holders in rounds if e is not None for m in {*e.members} - holders if roster.is_alive(m)}
-        unsaid = (unsaid | self._state.unsaid) - {self._ctx.net.peer_id}
-        if len(unsaid) == 1:
-            self._company.note_silent(dict.fromkeys(unsaid & {*roster.replicas()}, 1))
-
     def _give_way(self) -> None:
         """If we hold a round, but most of our replicas try another without us, empty our accumulator, so that they can
         repeat its microbatches. We still attest to our round, in case it counts after all."""
@@ -222,39 +176,32 @@ class Reduction:
             return
         me, live = ctx.net.peer_id, ctx.roster.stage(ctx.roster.own.stage)
         without_us = [m for m, view in self._company.views().items() if m in live and me not in view.members]
-        if 2 * sum(not state.is_committed(m) for m in without_us) > len(live):
+        if 2 * len({*without_us} - state.committed()) > len(live):
             ctx.emit(RoundGivenUp(step=state.step + 1))
             work.gave_way = True
             self._reruns.drop()
             work.ledger.seal()
 
     async def _ask_progress(self) -> None:
-        """A wait takes long, or a peer died: ask for present peers and finished microbatches."""
-        both = [asyncio.ensure_future(work) for work in (self._ask_what_is_through(), self._reruns.rerun_lost())]
-        try:
-            await asyncio.gather(*both)
-        finally:  # if one call fails, the other call is not awaited
-            for work in both:
-                work.cancel()
-
-    async def _ask_what_is_through(self) -> None:
-        """Ask for finished microbatches, and take over the rest of dead trainers; if the step is late, also of trainers
-        that give out nothing."""
+        """A wait takes long, or a peer died: ask for present peers and finished microbatches. Take over the rest of dead
+        trainers; if the step is late, also of trainers that give out nothing. Have the microbatches of dead replicas run
+        again."""
         await self._exchange.ask_everyone()
-        now, due_s = self._ctx.clock.now(), self._deadlines.step.seconds()
+        now, due_s = self._ctx.clock.now(), self._lessons.step.seconds()
         late = now - self._position.begun >= due_s and self._ctx.meter.pulse.goes_on_s(now, due_s / 2) <= 0
-        self._trainers.take_over_orphans(self._work, late=late)
+        self._lasting.microbatches.take_over_orphans(self._work, late=late)
+        await self._reruns.rerun_lost()
 
     async def _begin_ahead(self) -> None:
         """Under delayed updates, begin to compute the next step during the agreement on this step."""
         plan, position = self._ctx.plan, self._position
-        last = position.step + 1 == plan.steps or self._departure.stop_requested
+        last = position.step + 1 == plan.steps or self._lasting.departure.stop_requested
         if not plan.delayed or position.ahead is not None or last:
             return
         ahead = position.begin_ahead()
-        if self._departure.announced():
+        if self._lasting.departure.announced():
             ahead.ledger.seal()
-        await self._trainers.begin_ahead(ahead)
+        await self._lasting.begin_ahead(ahead)
 
     # Taking it from others --------------------------------------------------------------------------------------------
 
@@ -273,7 +220,7 @@ class Reduction:
         may not arrive."""
         with_us = [p for p in holders if self._company.may_average_with(p)]
         for asked in (with_us, [p for p in holders if p not in with_us]):
-            gradient = await fetch_gradient(self._ctx, self._downloader, entry, asked)
+            gradient = await fetch_gradient(self._ctx, self._lasting.downloader, entry, asked)
             if gradient is not None:
                 if self._ctx.net.peer_id not in entry.members:  # the gradient lacks our accumulator
                     self._work.uncount()
@@ -284,10 +231,10 @@ class Reduction:
 
     async def _reduce(self, weights: bytes) -> MeanGradient:
         """Make attempts until one succeeds. Raises _HeldElsewhere when another replica succeeded first."""
-        ctx, step, averager, failed = self._ctx, self._state.step, self._state.averager, 0
+        ctx, step, averager = self._ctx, self._state.step, self._state.averager
         for tries in range(MAX_ATTEMPTS):
             if tries >= SWIFT_TRIES:  # the cause lasts longer
-                await self._pause(pause_s(tries - SWIFT_TRIES))
+                await self._waits.watched(ctx.clock.sleep(pause_s(tries - SWIFT_TRIES)))
             attempt = self._agreement.next_attempt()
             averager.begin()
             try:
@@ -301,11 +248,7 @@ class Reduction:
                     self._reruns.drop()  # the accumulator became the mean
                 self._work.ledger.reopen(keep=True)
                 self._company.note_silent(averager.silent())
-                self._company.note_untrue(averager.absent())
-                self._company.note_lost(averager.gone)
-                failed += 1
-                if failed > 1:  # each attempt sends the whole gradient
-                    await self._pause(pause_s(failed - 2))
+                self._company.note(averager.gone())
                 await self._exchange.ask_replicas(live=True)
             except LeftOut:
                 await self._agreement.look_on()
@@ -313,22 +256,20 @@ class Reduction:
             f"step {step + 1}: {MAX_ATTEMPTS} attempts to average the stage failed; see the events for why"
         )
 
-    async def _pause(self, seconds: float) -> None:
-        await self._waits.watched(self._ctx.clock.sleep(seconds))
-
     async def _average(self, round_: Round) -> MeanGradient:
         """Reduce one round. Raises RoundFailed."""
-        ctx, begin = self._ctx, self._ctx.clock.now()
+        ctx, averager, begin = self._ctx, self._state.averager, self._ctx.clock.now()
         self._reducing, self._work.round = self._state.announced, round_.id
         try:
-            chunks = Awaited("chunks of the gradient", begin, self._state.averager.owing, self._then)
-            with ctx.news.waits(chunks):
-                gradient, shards = await self._gathered(self._mean(round_))
+            accumulator = await ctx.compute.gradient(round_.step)
+            then = f"tries another round {self._lessons.averaging.seconds():.0f} s after a member's last chunk"
+            with ctx.news.waits(Awaited("chunks of the gradient", begin, averager.owing, lambda: then)):
+                gradient, shards = await self._gathered(averager.reduce(round_, accumulator))
         finally:
             self._reducing = None
         took = ctx.clock.now() - begin
         ctx.meter.stats.averaging_s += took
-        self._deadlines.averaging.measured(took)
+        self._lessons.averaging.measured(took)
         ctx.worked("average", "reduce", begin, round_.step)
         if round_.finite and not self._overflowed and not all(s.finite for s in shards):
             self._overflowed = True  # all members see the overflow; a second overflow is the codec's limit
@@ -349,12 +290,6 @@ class Reduction:
             holder=ctx.net.peer_id,
         )
         return MeanGradient(entry, gradient)
-
-    def _then(self) -> str:
-        return f"tries another round {self._deadlines.averaging.seconds():.0f} s after a member's last chunk"
-
-    async def _mean(self, round_: Round) -> tuple[Tensor, tuple[ShardFacts, ...]]:
-        return await self._state.averager.reduce(round_, await self._ctx.compute.gradient(round_.step))
 
     async def _gathered(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work``, which receives a gradient. Other holders do not interrupt ``work`` meanwhile."""

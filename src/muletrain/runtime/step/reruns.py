@@ -7,17 +7,13 @@ import asyncio
 import contextlib
 import itertools
 import math
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, MuletrainError
 from muletrain.events import MicrobatchesRerun
-from muletrain.policy.deadline import Deadline, Usual
-from muletrain.runtime.averaging.rounds import usual_round
 from muletrain.runtime.core.times import AGAIN_S, GONE_S
 from muletrain.runtime.core.waiting import MAX_SILENCE, Awaited
 from muletrain.runtime.microbatch.messages import Gap
-from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.exchange import MAX_ASKED
 from muletrain.units import plural
 
@@ -26,51 +22,29 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.policy.cover import Cover
-    from muletrain.runtime.core.waiting import Waits
-    from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.row import Row, Seal
+    from muletrain.runtime.members.row import Seal
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.step.company import Company
     from muletrain.runtime.step.exchange import Exchange
-    from muletrain.runtime.step.state import StepState
+    from muletrain.runtime.step.state import Lasting, StepState
 
 OF_WAIT = 0.02
 """Share of the time waited that passes between two questions to the replicas whether the gaps are filled, so that a slow
 stage is not asked thousands of times. At first the pause is short, because all replicas wait for that."""
 
 
-@dataclass
-class Deadlines:
-    """How long the parts of a step take, as measured over the run."""
-
-    step: Deadline = field(default_factory=Deadline)
-    """From the step's begin until all microbatches are through."""
-    seal: Deadline = field(default_factory=lambda: Deadline(floor_s=0.5, deviations=1.0))
-    """Until all replicas have sealed."""
-    averaging: Usual = field(default_factory=usual_round)
-    """A round of averaging."""
-    record: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=10.0, floor_s=0.5))
-    """Until all stages have reduced."""
-
-
 class Reruns:
     """Has missing microbatches of one step run again; each step has a new one."""
 
-    def __init__(
-        self, ctx: Context, state: StepState, company: Company, exchange: Exchange, waits: Waits, deadlines: Deadlines
-    ) -> None:
-        self._ctx, self._state, self._company, self._exchange = ctx, state, company, exchange
-        self._waits, self._deadlines = waits, deadlines
+    def __init__(self, lasting: Lasting, state: StepState, company: Company, exchange: Exchange) -> None:
+        self._ctx, self._waits, self._lessons = lasting.ctx, lasting.waits, lasting.lessons
+        self._state, self._company, self._exchange = state, company, exchange
         self._work, self._ledger = state.work, state.work.ledger
         self._known_down = self._down()
         self._turn = 0
         """Questions about gaps so far."""
         self._filled_most = 0
         """Largest number of the last gaps that some replica held."""
-        self._asked: Gap | None = None
-        """The last gaps that trainers were told of."""
-        self._told: set[PeerId] = set()
-        """The trainers told of ``_asked``."""
         self._claims: dict[PeerId, frozenset[int]] = {}
         """The last gaps that each replica claimed to hold. We stopped waiting because of that; the replica's next seal
         shows whether the claim was true."""
@@ -87,7 +61,7 @@ class Reruns:
             if ctx.meter.pulse.goes_on_s(ctx.clock.now(), ctx.news.patience_s) > 0:
                 self._waits.came_on()
 
-        await self._waits.until(lambda: not ledger.in_flight, self._deadlines.seal, "running microbatches", look)
+        await self._waits.until(lambda: not ledger.in_flight, self._lessons.seal, "running microbatches", look)
 
     async def rerun_lost(self) -> None:
         """Have a dead replica's microbatches run again while the rest of the step goes on. The replica must be gone for
@@ -97,15 +71,14 @@ class Reruns:
         if not any(await asyncio.gather(*(ctx.detector.is_gone(p, state.lineage, state.step) for p in sorted(new)))):
             return
         known = self._ledger.accumulated | self._work.serving
-        for progress in (await ctx.detector.ask_all(ctx.roster.replicas(), state.lineage, state.step)).values():
-            known |= {*progress.accumulated, *progress.in_flight} if progress.current else set()
+        for row in await self._exchange.ask_replicas(live=True):
+            known |= {*row.accumulated, *row.in_flight} if row.current else set()
         await self._tell_trainers(frozenset(range(ctx.plan.microbatches)) - known, early=True)
 
     def believe_less(self, seals: dict[PeerId, Seal]) -> None:
         """Trust replicas less that claimed missing microbatches and then sealed without them."""
-        self._company.note_untrue(
-            m for m, claimed in self._claims.items() if m in seals and claimed - {*seals[m].indices}
-        )
+        false = [m for m, claimed in self._claims.items() if m in seals and claimed - {*seals[m].indices}]
+        self._company.note(false)
         self._claims = {}
 
     def drop(self, gaps: Collection[int] | None = None) -> None:
@@ -135,16 +108,14 @@ class Reruns:
         assert state.announced is not None  # the gaps follow from our seal
         told, asked_s, known = frozenset[int](), -math.inf, frozenset[str]()
         while True:
-            await self._tell_newcomers()
             ctx.news.changed.clear()
             with_us, now_s = {*self._company.members()} - {*left_out}, ctx.clock.now()
             live = frozenset(filter(ctx.roster.is_alive, ctx.roster.replicas()))
             if not live <= known or now_s - asked_s >= max(AGAIN_S, OF_WAIT * (now_s - begin)):
                 asked_s, known, self._turn = now_s, live, self._turn + 1  # one that is back may hold the gaps
-                asked = (*ctx.roster.spread(MAX_ASKED, self._turn, tuple(sorted(live))), *self._down())
-                answers = await ctx.detector.ask_all(asked, state.lineage, state.step)
-                await self._follow(answers)
-                state.filled.update((p, frozenset(row.accumulated)) for p, row in answers.items() if row.current)
+                asked = ctx.roster.spread(MAX_ASKED, self._turn, tuple(sorted(live)))
+                answers = zip(asked, await asyncio.gather(*map(self._exchange.ask, asked)), strict=True)
+                state.filled.update((p, frozenset(row.accumulated)) for p, row in answers if row and row.current)
             if own := (gaps & self._ledger.accumulated) - told:
                 told |= own
                 self._exchange.tell(tuple(sorted(live)), filled=tuple(sorted(told)))
@@ -162,14 +133,6 @@ class Reruns:
             with contextlib.suppress(DeadlineExceeded):
                 await ctx.clock.deadline(ctx.news.changed.wait(), AGAIN_S, "news of gaps")
 
-    async def _follow(self, answers: dict[PeerId, Row]) -> None:
-        """Raises Behind if a replica has gone on."""
-        for peer, progress in answers.items():
-            if progress.beyond(self._state.step) and await self._exchange.went_on(peer):
-                raise Behind(
-                    f"step {self._state.step + 1}: {self._ctx.roster.name(peer)} is at step {progress.step + 1}"
-                )
-
     async def _run(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
         """Have the trainers run ``gaps`` for this stage alone, until all are filled. Raises MuletrainError when the
         gaps are never filled; Behind and LeftOut. Repeat the request to the responsible trainers, as their view may
@@ -184,7 +147,7 @@ class Reruns:
             await self._tell_trainers(
                 gaps - self._ledger.accumulated, turn=turn, without=self._company.without(left_out)
             )
-            limit_s = self._deadlines.step.seconds(tries - 1, longest_s=GONE_S / 2)
+            limit_s = self._lessons.step.seconds(tries - 1, longest_s=GONE_S / 2)
             due_s = ctx.clock.now() + limit_s
             try:
                 with ctx.news.waits(present):
@@ -225,13 +188,4 @@ class Reruns:
             indices=tuple(sorted(indices)),
             without=without,
         )
-        trainers = ctx.roster.trainers()
-        self._asked, self._told = None if early else gap, {*trainers}
-        await ctx.tell(trainers, gap)
-
-    async def _tell_newcomers(self) -> None:
-        """Gaps of the last request may fall to trainers that came, or came back, meanwhile."""
-        live = {*self._ctx.roster.trainers()}
-        new, self._told = tuple(sorted(live - self._told)), live
-        if new and self._asked is not None:
-            await self._ctx.tell(new, self._asked)
+        await ctx.tell(ctx.roster.trainers(), gap)

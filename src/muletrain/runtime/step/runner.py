@@ -14,31 +14,31 @@ from muletrain.runtime.core.waiting import Waits
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.agreement import RoundAgreement
 from muletrain.runtime.step.audit import Audit
-from muletrain.runtime.step.company import Company, Standing
-from muletrain.runtime.step.exchange import Exchange, Observed
+from muletrain.runtime.step.company import Company
+from muletrain.runtime.step.exchange import Exchange
 from muletrain.runtime.step.reduction import Reduction
-from muletrain.runtime.step.reruns import Deadlines, Reruns
-from muletrain.runtime.step.state import StepState
+from muletrain.runtime.step.reruns import Reruns
+from muletrain.runtime.step.state import Lasting, StepState
 from muletrain.runtime.step.tied import TiedSum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from torch import Tensor
 
     from muletrain.network.base import PeerId
     from muletrain.policy.fork_choice import Chain
     from muletrain.runtime.averaging.messages import Reduced, Shard
-    from muletrain.runtime.core.blocks import Downloader
+    from muletrain.runtime.core.blocks import Downloader, StateImage
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.leaving import Departure
+    from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.members.row import Row
     from muletrain.runtime.microbatch.inflight import InFlightStep
+    from muletrain.runtime.microbatch.microbatches import Microbatches
     from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.step.exchange import Rivals
     from muletrain.runtime.step.gradient_log import GradientLog
     from muletrain.runtime.step.record import StepRecord
-    from muletrain.runtime.step.reduction import Trainers
     from muletrain.wire.codec import Encoded
 
 
@@ -49,50 +49,37 @@ class StepRunner:
         self,
         ctx: Context,
         position: Position,
-        log: GradientLog,
         departure: Departure,
-        trainers: Trainers,
-        rivals: Rivals,
+        log: GradientLog,
+        membership: Membership,
+        microbatches: Microbatches,
+        begin_ahead: Callable[[InFlightStep], Awaitable[None]],
+        met_rival: Callable[[PeerId, int], None],
         downloader: Downloader,
     ) -> None:
-        """``downloader`` takes gradients that this peer missed."""
-        self._ctx, self._position, self._log, self._departure = ctx, position, log, departure
-        self._trainers, self._rivals, self._downloader = trainers, rivals, downloader
-        self._waits = Waits(ctx.clock, ctx.news, self)
-        self._deadlines, self._observed, self._standing = Deadlines(), Observed(), Standing()
+        """See ``Lasting``."""
+        self._ctx, self._position, self._log, self._membership = ctx, position, log, membership
+        self._waits = waits = Waits(ctx.clock, ctx.news, self)
+        self._lasting = Lasting(ctx, position, departure, log, microbatches, begin_ahead, met_rival, downloader, waits)
         self._weights = bytes(32)
         """Digest of our weights."""
         ctx.detector.add_reader(self)
+        ctx.blocks.offers("gradients", self._given)
         self.not_finite = ""
         """Name of the first parameter of our stage with a non-finite gradient in the last step; '': there is none."""
         self._begin()
 
     def _begin(self) -> None:
         """Make all objects of the current step."""
-        ctx, position, waits, deadlines = self._ctx, self._position, self._waits, self._deadlines
-        self.state = state = StepState(ctx, position, deadlines.averaging, deadlines.step)
-        self.exchange = exchange = Exchange(ctx, position, state, self._log, waits, self._rivals, self._observed)
-        company = Company(ctx, state, self._standing)
-        self._reruns = reruns = Reruns(ctx, state, company, exchange, waits, deadlines)
-        audit = Audit(ctx, state, reruns, self._standing)
-        agreement = RoundAgreement(
-            ctx, position, self._departure, state, company, exchange, reruns, audit, waits, deadlines
-        )
-        self._tied = TiedSum(ctx, state, exchange, self._downloader)
-        self._reduction = Reduction(
-            ctx,
-            position,
-            self._departure,
-            self._trainers,
-            state,
-            company,
-            exchange,
-            reruns,
-            agreement,
-            waits,
-            deadlines,
-            self._downloader,
-        )
+        lasting = self._lasting
+        self.state = state = StepState(lasting)
+        self.exchange = exchange = Exchange(lasting, state)
+        company = Company(lasting, state)
+        self._reruns = reruns = Reruns(lasting, state, company, exchange)
+        audit = Audit(lasting, state, reruns)
+        agreement = RoundAgreement(lasting, state, company, exchange, reruns, audit)
+        self._tied = TiedSum(lasting, state, exchange)
+        self._reduction = Reduction(lasting, state, company, exchange, reruns, agreement)
 
     def look_around(self) -> None:
         """See ``core.waiting.Waiter``."""
@@ -113,27 +100,35 @@ class StepRunner:
         if (step, lineage) == (self.state.step, self.state.lineage) and self.state.current:
             self.exchange.hear(peer, row)
 
+    async def _given(self, peer: PeerId, name: bytes) -> StateImage | None:
+        """See ``core.blocks.Reader``. A gradient is for replicas of its stage; the tied part also for the other stage
+        that shares these parameters."""
+        state, roster = self.state, self._ctx.roster
+        own, sharing = roster.own.stage, state.builder.tied
+        served = roster.member(peer).stage if roster.knows(peer) else None
+        for tied, stages in ((False, (own,)), (True, sharing if own in sharing else ())):
+            image = await self._log.image(peer, name, state.gradient, state.other, tied=tied) if stages else None
+            if image is not None and (
+                served in stages or any([await self._membership.serves(peer, s) for s in stages])
+            ):
+                return image
+        return None
+
     def expects_chunk(self, sender: PeerId, message: Shard | Reduced, tensors: list[Encoded]) -> None:
         """Check a chunk before reading. Raises ProtocolError."""
         self.state.averager.expects(sender, message, tensors)
 
     async def open(self) -> None:
-        """Take the digest of the weights that we begin with."""
-        await self._take_digest()
-
-    async def _take_digest(self) -> None:
-        """Replicas compare the digest. Without replicas, an update need not be over for the next step to begin."""
+        """Take the digest of the weights that we begin with, which replicas compare. Without replicas, an update need not
+        be over for the next step to begin."""
         if not self._ctx.plan.alone:
             self._weights = await self._ctx.compute.digest()
 
     async def meet(self, *, sure: bool) -> None:
         """We were away: ask replicas about this step. Raises Behind if the replicas have gone on, or if most have
         another history, unless we are ``sure`` of our history: then the replicas lied."""
-        answers, step, applied = (
-            await self.exchange.ask_replicas(live=True),
-            self._position.step,
-            self._position.applied,
-        )
+        answers = await self.exchange.ask_replicas(live=True)
+        step, applied = self._position.step, self._position.applied
         if sure:
             return
         others = [h for h in answers if h.step == step and h.lineage not in (b"", applied)]
@@ -148,12 +143,11 @@ class StepRunner:
         builder, begin = self.state.builder, self._ctx.clock.now()
         await self._waits.until(
             lambda: builder.record() is not None and self._tied.ready,
-            self._deadlines.record,
+            self._lasting.lessons.record,
             "the step's record",
             self._reduction.ask_entries,
             whom=builder.owing,
         )
-        self._reduction.look_back()
         record = builder.record()
         assert record is not None  # until returned
         builder.settle()
@@ -194,11 +188,11 @@ class StepRunner:
             self.not_finite = await ctx.compute.offload(ctx.compute.layout.first_not_finite, gradient)
         update = Update(work.step, record.clip_scale(ctx.plan.clip), record.skip, self._tied.update())
         await ctx.compute.apply(gradient, update, Turn(begins=work.end))
-        await self._take_digest()
+        await self.open()
         took = ctx.clock.now() - begin
         ctx.meter.stats.apply_s += took
         ctx.worked("compute", "apply", begin, work.step)
-        self._observed.late.measured(took)
+        self._lasting.lessons.late.measured(took)
 
     def advance(self, record: StepRecord) -> None:
         """Go on to the next step. The record's hash is that step's lineage (under delayed updates: of the step after

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from muletrain.errors import ProtocolError
 from muletrain.policy import speakers as speaking
+from muletrain.policy.deadline import Deadline, Usual
+from muletrain.policy.overdue import Overdue
+from muletrain.policy.recent import Recent
 from muletrain.runtime.averaging.averager import Averager
+from muletrain.runtime.averaging.rounds import usual_round
+from muletrain.runtime.core.times import AGAIN_S
 from muletrain.runtime.step.record import Certificate, RecordBuilder
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Awaitable, Callable, Collection
 
     from muletrain.network.base import PeerId
-    from muletrain.policy.deadline import Deadline, Usual
     from muletrain.runtime.averaging.mean_gradient import MeanGradient, TiedPart
+    from muletrain.runtime.core.blocks import Downloader
+    from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.row import RoundEntry, Seal, Statements, TiedEntry
+    from muletrain.runtime.members.leaving import Departure
+    from muletrain.runtime.members.row import RoundEntry, Seal, StageEntry, Statements, TiedEntry
+    from muletrain.runtime.microbatch.inflight import InFlightStep
+    from muletrain.runtime.microbatch.microbatches import Microbatches
     from muletrain.runtime.microbatch.position import Position
+    from muletrain.runtime.step.gradient_log import GradientLog
     from muletrain.runtime.step.record import Attested
 
 MAX_ATTEMPTS = 40
@@ -28,21 +39,76 @@ MAX_NUMBER = 25 * MAX_ATTEMPTS
 """Most attempts that a seal may be ahead of the latest known attempt."""
 MAX_VIEWS = 2 * MAX_ATTEMPTS
 """Sets of members remembered for each replica in a step."""
+APART = 16
+"""Steps for which a replica is left out if its chunks do not arrive, at first; doubles (``policy.overdue``)."""
+STALLED = 4
+"""The same for a replica that went on without us and got nowhere, perhaps slow for once."""
+
+
+@dataclass
+class Lessons:
+    """What earlier steps taught: how long the parts of a step take, and how the other peers, or this one, did."""
+
+    step: Deadline = field(default_factory=Deadline)
+    """From the step's begin until all microbatches are through."""
+    seal: Deadline = field(default_factory=lambda: Deadline(floor_s=0.5, deviations=1.0))
+    """Until all replicas have sealed."""
+    averaging: Usual = field(default_factory=usual_round)
+    """A round of averaging."""
+    record: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=10.0, floor_s=0.5))
+    """Until all stages have reduced."""
+    late: Deadline = field(default_factory=lambda: Deadline(floor_s=AGAIN_S))
+    """How long a peer may stay at an earlier step: as long as we take to apply a step, or as late peers took."""
+    left_out: Recent[None] = field(default_factory=Recent)
+    """Peers that stayed at an earlier step for so long, and have not been in time since."""
+    moved: Recent[tuple[int, bytes]] = field(default_factory=Recent)
+    """Each peer's last report: bytes moved, and the round being averaged."""
+    asked_round: int = 0
+    """Questions to all peers so far."""
+    apart: Overdue = field(default_factory=lambda: Overdue(APART))
+    """Replicas that are left out because their chunks do not arrive."""
+    stalled: Overdue = field(default_factory=lambda: Overdue(STALLED))
+    """Replicas that went on without this peer and got nowhere, for which this peer does not wait."""
+    silent: Recent[tuple[int, int]] = field(default_factory=Recent)
+    """Amount of each replica's missing chunks (``Averager.silent``), and the last step with missing chunks."""
+    differed: int | None = None
+    """The last step at which our weights differed from the replicas' weights."""
+    offences: Recent[tuple[int, ...]] = field(default_factory=Recent)
+    """The last steps in which another peer's results differed from a member's, or from ours (``audit``)."""
+
+
+@dataclass
+class Lasting:
+    """The parts of a peer that all steps share, and that outlive each."""
+
+    ctx: Context
+    position: Position
+    departure: Departure
+    log: GradientLog
+    microbatches: Microbatches
+    begin_ahead: Callable[[InFlightStep], Awaitable[None]]
+    """Begins to compute a step beside the present step."""
+    met_rival: Callable[[PeerId, int], None]
+    """Hears of a peer of another lineage, and its step (``recovery.forks``)."""
+    downloader: Downloader
+    """Takes gradients that this peer missed."""
+    waits: Waits
+    lessons: Lessons = field(default_factory=Lessons)
 
 
 class StepState:
     """Owns the knowledge of one step; each step has a new state. Nothing here waits or sends."""
 
-    def __init__(self, ctx: Context, position: Position, usual: Usual, patience: Deadline) -> None:
-        """``usual``: usual duration of rounds. ``patience``: of a step."""
-        self._ctx, self._position, self._usual = ctx, position, usual
+    def __init__(self, lasting: Lasting) -> None:
+        ctx, position = lasting.ctx, lasting.position
+        self._ctx, self._position, self._lessons = ctx, position, lasting.lessons
         self.work = position.work
         self.step, self.lineage = position.step, position.lineage
         tied = () if ctx.plan.tied is None else ctx.plan.tied.stages
         self.builder = RecordBuilder(
             self.step, self.lineage, ctx.plan.stages, position.applied, ctx.roster, ctx.clock, self._silence_s, tied
         )
-        self.averager = Averager(ctx, self, usual)
+        self.averager = Averager(ctx, self.holders, lasting.lessons.averaging)
         self.gradient: MeanGradient | None = None
         """The stage's whole mean gradient, once this peer has the gradient."""
         self.attested: RoundEntry | None = None
@@ -63,23 +129,14 @@ class StepState:
         """Microbatches that our next seal leaves to other replicas, since the gradient stood out (``audit``)."""
         self.excused = False
         """Does our next seal say that such a gradient was computed from suspicious input?"""
-        self.unsaid: set[PeerId] = set()
-        """Peers that applied the step, but had not attested when we asked."""
         self._loaded = False
         """Our weights were loaded in this step, so we may have forgotten earlier actions."""
         self._views: defaultdict[PeerId, set[frozenset[PeerId]]] = defaultdict(set)
         """The sets of members that each replica sealed, in all attempts that we heard of."""
         self._aside: dict[PeerId, int] = {}
         """Replicas that abstain, and the first attempt after that."""
-        self._patience, self._done = patience, (0, ctx.clock.now())
+        self._done = 0, ctx.clock.now()
         """Microbatches that came on here, and since when it is so many."""
-        self._holders: list[RoundEntry] = []
-        self._committed: frozenset[PeerId] = frozenset()
-        """Replicas that attest to a round that the round's members sealed."""
-        self._heard = 0
-        """Seals heard so far."""
-        self._looked: tuple[int, int, int, frozenset[PeerId]] | None = None
-        """The last inputs of ``_holders`` and ``_committed``."""
 
     def load(self, before: StepState | None) -> None:
         """Begin the step with loaded weights. ``before``: our knowledge of the same step until then, which stays valid:
@@ -150,7 +207,6 @@ class StepState:
         self.filled.pop(sender, None)
         if len(self._views[sender]) <= MAX_VIEWS:
             self._views[sender].add(frozenset(seal.members))
-        self._heard += 1
         return True
 
     def _take_entry(self, sender: PeerId, entry: RoundEntry, *, applied: bool) -> None:
@@ -160,13 +216,9 @@ class StepState:
         ours = entry.stage == self._ctx.roster.own.stage
         if ours and self.takes_part(entry) and (reason := self._contradiction(entry)) is not None:
             raise ProtocolError(f"round entry: {reason}")
-        unsaid = sender not in self.builder.holders(entry.for_record())
         self.builder.add(entry)
         if applied:
-            if unsaid:
-                self.unsaid.add(sender)
             self._views[sender].add(frozenset({*entry.members, *entry.expelled}))
-            self._heard += 1
 
     def _abstains(self, peer: PeerId, attempt: int) -> None:
         """``peer`` abstains before ``attempt``, and accepts the agreement of the other replicas."""
@@ -222,18 +274,18 @@ class StepState:
 
     def holders(self) -> list[RoundEntry]:
         """The believed attestations of live replicas to rounds of this step."""
-        self._look_at_rounds()
-        return self._holders
+        roster = self._ctx.roster
+        applied, rounds = self.builder.applied(roster.own.stage, self._long_ago_s()), self._rounds()
+        attesting = [e for r in rounds if self._believed(r, applied) for _, e in sorted(r.holders.items())]
+        return [e for e in attesting if roster.is_alive(e.holder)]
 
-    def held_by_a_replica(self) -> bool:
-        """Does a live replica hold a round of this step?"""
-        return bool(self.holders())
+    def committed(self) -> set[PeerId]:
+        """The replicas that attest to a round that its members sealed. They take part in no other round: if the round is
+        believed we take its gradient, else we go on without these replicas."""
+        return {m for r in self._rounds() if not self.unsealed(r) for m in r.holders}
 
-    def is_committed(self, peer: PeerId) -> bool:
-        """Does ``peer`` attest to a round that it sealed? Then ``peer`` takes part in no other: if the round is
-        believed we take its gradient, else we go on without ``peer``."""
-        self._look_at_rounds()
-        return peer in self._committed
+    def _rounds(self) -> list[Attested]:
+        return self.builder.rounds(self._ctx.roster.own.stage)
 
     def takes_part(self, entry: RoundEntry) -> bool:
         """Did we take part in this round, with the weights that we still have?"""
@@ -247,28 +299,13 @@ class StepState:
 
     def doubtful(self, holder: PeerId) -> list[Attested]:
         """Rounds that ``holder`` attests to, but is not known to have sealed."""
-        if len(self._views[holder]) > MAX_VIEWS:
-            return []
-        rounds = self.builder.rounds(self._ctx.roster.own.stage)
-        return [r for r in rounds if holder in r.holders and not self.takes_part(r.facts) and self.unsealed(r)]
-
-    def _look_at_rounds(self) -> None:
-        """Decide which holders to believe, and which replicas are committed."""
-        roster = self._ctx.roster
-        applied = self.builder.applied(roster.own.stage, self._long_ago_s())
-        known = self.builder.news[roster.own.stage], roster.version, self._heard, applied
-        if self._looked == known:  # waits ask whenever anything arrives
-            return
-        rounds = self.builder.rounds(roster.own.stage)
-        attesting = [e for r in rounds if self._believed(r, applied) for _, e in sorted(r.holders.items())]
-        self._holders = [e for e in attesting if roster.is_alive(e.holder)]
-        self._committed = frozenset(m for r in rounds if not self.unsealed(r) for m in r.holders)
-        self._looked = known
+        return [r for r in self._rounds() if holder in r.holders and not self.takes_part(r.facts) and self.unsealed(r)]
 
     def _silence_s(self) -> float:
         """The time after which replicas that hold no round stay silent for good: as long as a step's microbatches take,
         or twice as long as a round, since 1 GB of gradients takes minutes on a slow link [s]."""
-        return max(self._patience.seconds(), 2 * self._usual.median_s if self._usual.known else 0.0)
+        usual = self._lessons.averaging
+        return max(self._lessons.step.seconds(), 2 * usual.median_s if usual.known else 0.0)
 
     def _long_ago_s(self) -> float:
         """The time as long ago as a step takes, if no microbatch came on here since; else -inf: work that goes on needs
@@ -276,20 +313,19 @@ class StepState:
         now, done = self._ctx.clock.now(), len(self.work.losses) + len(self.work.ledger.accumulated)
         if done != self._done[0]:
             self._done = done, now
-        long_ago_s = now - self._patience.seconds()
+        long_ago_s = now - self._lessons.step.seconds()
         return long_ago_s if self._done[1] <= long_ago_s else -math.inf
 
-    def _believed(self, round_: Attested, applied: Collection[PeerId]) -> bool:
+    def _believed(self, round_: Attested, applied: Collection[StageEntry]) -> bool:
         """We know a round of ours by its shards. A round without us counts if most of the other replicas attest to it;
-        a single other replica is enough. So does a round that one of ``applied`` (``RecordBuilder.applied``) applied: if
+        a single other replica is enough. So does a round in ``applied`` (``RecordBuilder.applied``): if
         each of the others waited for the next one's word, none would be most."""
         if self.takes_part(round_.facts):
             return self._contradiction(round_.facts) is None
         stage, me, holders = self._ctx.roster.own.stage, self._ctx.net.peer_id, round_.holders.keys()
-        others = (set(self._ctx.roster.stage(stage)) | holders) - self.builder.abstaining(stage) - {me}
+        others = (set(self._ctx.roster.stage(stage)) | holders) - self.builder.abstaining[stage] - {me}
         most = 2 * len(holders) > len(others | holders)
-        most |= any(self.builder.has_applied(peer, round_.entry) for peer in applied)
-        return most and not self.unsealed(round_)
+        return (most or round_.entry in applied) and not self.unsealed(round_)
 
     def _contradiction(self, entry: RoundEntry) -> str | None:
         """Why a round that names us cannot be as its holder says; None: no contradiction. Until we have reduced our

@@ -19,19 +19,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.runtime.averaging.mean_gradient import MeanGradient
-    from muletrain.runtime.core.blocks import Downloader
-    from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.row import StageEntry
     from muletrain.runtime.step.exchange import Exchange
-    from muletrain.runtime.step.state import StepState
+    from muletrain.runtime.step.state import Lasting, StepState
 
 
 class TiedSum:
     """Takes the other stage's part in one step; each step has a new one."""
 
-    def __init__(self, ctx: Context, state: StepState, exchange: Exchange, downloader: Downloader) -> None:
-        self._ctx, self._state, self._exchange, self._downloader = ctx, state, exchange, downloader
-        tied, self._own = ctx.plan.tied, ctx.roster.own.stage
+    def __init__(self, lasting: Lasting, state: StepState, exchange: Exchange) -> None:
+        self._ctx, self._downloader, self._state, self._exchange = lasting.ctx, lasting.downloader, state, exchange
+        tied, self._own = self._ctx.plan.tied, self._ctx.roster.own.stage
         self._tied = tied if tied is not None and self._own in tied.stages else None
         self._working: asyncio.Task[None] | None = None
         self._stated: tuple[StageEntry, StageEntry] | None = None
