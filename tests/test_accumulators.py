@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,11 @@ from muletrain.runtime.core.blocks import AskBlocks, Blocks, Manifest
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.pool.accumulators import (
     Accumulators,
-    Transfer,
     packed_gradient,
     packed_size,
     unpacked_gradient,
 )
-from muletrain.runtime.pool.messages import MAX_PARTS, Wanted
+from muletrain.runtime.pool.messages import MAX_PARTS
 from tests.virtual import virtually
 
 NUMBERS = 2 * BLOCK + 5
@@ -64,16 +64,14 @@ def test_a_manifest_of_anything_but_an_accumulator_is_refused() -> None:
     async def scenario() -> None:
         tasks = Tasks()
         blocks = Blocks(MemoryHub().join("server"), LoopClock(), tasks)
-        clients: Any = SimpleNamespace(desk=SimpleNamespace(plan=plan(Codec.INT8)))
-        device: Any = Device()
+        clients: Any = SimpleNamespace(inner=Device(), plan=plan(Codec.INT8), parts=None)
         nothing: Any = None
-        own = Accumulators(clients, device, nothing, nothing, nothing, nothing, blocks, tasks)
-        transfer = Transfer(Wanted(generation=0, step=0, transfer=1, givings=()))
+        own = Accumulators(clients, nothing, nothing, blocks, tasks)
 
         async def begin(tensors: Any, **other: Any) -> None:
             nbytes = sum(math.prod(shape) * (8 if kind == "int64" else 1) for _, kind, shape in tensors)
             manifest = Manifest(**{"tensors": tensors, "block": nbytes, "digests": bytes(32)} | other)
-            assert (await own._coming(manifest.pack(), transfer)).missing == {0}
+            assert (await own._coming(manifest.pack())).missing == {0}
 
         await begin(right)
         for wrong in (
@@ -106,16 +104,18 @@ def test_a_client_whose_copy_is_wrong_is_lost_and_ends_no_server(answer: bytes) 
             return answer
 
         hub.join("client").serve(AskBlocks.KIND, answers)
-        desk: Any = SimpleNamespace(plan=plan(Codec.INT8), lose=lambda client, why, **how: lost.append(why))
         clients: Any = SimpleNamespace(
-            desk=desk, want=lambda client, ask, begun=None: begun and begun.set(), each_s=0.0
+            inner=Device(),
+            plan=plan(Codec.INT8),
+            parts=SimpleNamespace(holders=lambda step: {"client": {1}}),
+            lose=lambda client, why, **how: lost.append(why),
+            transfers={},
+            wake=lambda client: [transfer.begun.set() for transfer in clients.transfers.values()],
+            news=asyncio.Event(),
         )
-        parts: Any = SimpleNamespace(holders=lambda step: {"client": {1}})
         checks: Any = SimpleNamespace(concerned=lambda step: set())
-        device: Any = Device()
         nothing: Any = None
-        blocks = Blocks(net, LoopClock(), tasks)
-        own = Accumulators(clients, device, nothing, parts, nothing, checks, blocks, tasks)
+        own = Accumulators(clients, checks, nothing, Blocks(net, LoopClock(), tasks), tasks)
         await own._take_over("client", 0)
         assert len(lost) == 1
         assert "its accumulator is wrong" in lost[0]

@@ -6,6 +6,7 @@ import asyncio
 import random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -48,23 +49,10 @@ async def room(numbers: int) -> torch.Tensor:
 def server_in(hub: MemoryHub, emit: Any, tasks: Tasks) -> Clients:
     """Stage 0's only server."""
     net = hub.join("server")
-    pool = SimpleNamespace(
-        enlist=lambda who: None,
-        ready=lambda who, room, steps: None,
-        speed=lambda: 0.0,
-        own_speed=lambda: 0.0,
-        helpers=lambda each_s: 0.0,
-    )
-    desk: Any = SimpleNamespace(
-        stage=0,
-        inner=None,
-        pool=pool,
-        plan=SimpleNamespace(chunk=1),
-        verdicts=lambda client, ask: ((), ()),
-        feed=lambda: None,
-    )
-    desk.lose = lambda who, why: clients.gone(who, why, 0)
-    clients = Clients(desk, Blocks(net, LoopClock(), tasks), tasks, lambda stage: ("server",), CONFIG, emit)
+    inner: Any = SimpleNamespace(stage=0)
+    plan: Any = SimpleNamespace(chunk=1)
+    blocks = Blocks(net, LoopClock(), tasks)
+    clients = Clients(inner, plan, blocks, tasks, lambda stage: ("server",), CONFIG, emit, print, AsyncMock())
     clients._digest, clients._version = bytes(32), 1
     return clients
 
@@ -106,7 +94,7 @@ def test_a_client_between_two_servers_hears_at_once_that_the_run_has_ended() -> 
         running = asyncio.create_task(client.run())
         await asyncio.sleep(1.0)
         assert client._home == "server"
-        server.desk.lose("client", "it was late")  # type: ignore[attr-defined]
+        server.lose("client", "it was late")
         server._digest = None  # it ends, and takes nobody
         await asyncio.sleep(2.0)
         assert client._home is None
@@ -125,7 +113,7 @@ def test_a_client_between_two_stages_hears_at_once_that_the_run_has_ended() -> N
         server, net = server_in(hub, lambda event: None, tasks), hub.join("client")
         first = Next(name="c", config=CONFIG, stage=0, session=1).pack()
         await net.call("server", Next.KIND, first, timeout_s=1)
-        server.desk.lose("client", "it leaves for another stage")  # type: ignore[attr-defined]
+        server.lose("client", "it leaves for another stage")
         compute: Any = SimpleNamespace(
             stage=1, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None, room=room, offload=None
         )

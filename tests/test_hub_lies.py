@@ -16,7 +16,7 @@ from muletrain.policy.passes import Pass
 from muletrain.policy.pool import OWN, Pool
 from muletrain.policy.worker import MOST_OUT, Standing
 from muletrain.runtime.pool import work
-from muletrain.runtime.pool.desk import PartsDesk
+from muletrain.runtime.pool.clients import Clients
 from muletrain.runtime.pool.messages import MAX_KEPT, Give, Next, Result
 from muletrain.runtime.pool.servers import StageServers
 from muletrain.runtime.pool.weights import WeightsCopy, WeightsDownload
@@ -133,13 +133,13 @@ def test_a_server_whose_clients_do_nothing_does_not_keep_them(
 
 def test_results_that_nobody_asked_for_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """They filled a server's memory, and then ended it: no message has room for so many numbers."""
-    right, asked = PartsDesk.verdicts, list[int]()
+    right, asked = Clients.verdicts, list[int]()
 
-    def verdicts(self: PartsDesk, client: str, numbers: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def verdicts(self: Clients, client: str, numbers: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         asked.append(len(numbers))
         return right(self, client, numbers)
 
-    monkeypatch.setattr(PartsDesk, "verdicts", verdicts)
+    monkeypatch.setattr(Clients, "verdicts", verdicts)
     kept(world(*lie("unasked", CLIENTS[0])))
     assert 6 * MAX_KEPT <= max(asked) < 7 * MAX_KEPT, "those of one call, and results of parts that it had"
 

@@ -15,6 +15,7 @@ from muletrain.events import ClientEnlisted, ClientLost, PoolWorked, StepApplied
 from muletrain.policy.passes import Part, Pass
 from muletrain.policy.pool import OWN, Pool
 from muletrain.runtime.pool import desk
+from muletrain.runtime.pool.clients import Clients
 from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.work import Accumulator
 from proofs import draws
@@ -131,13 +132,13 @@ def test_other_clients_compute_again_what_one_takes_along(monkeypatch: pytest.Mo
     done, again = PartsDesk._came_back, Counter[str]()
 
     def came_back(desk: PartsDesk, worker: str, number: int, part: Part, *rest: Any) -> Any:
-        if part.what is Pass.AGAIN and desk.stage == stage:
+        if part.what is Pass.AGAIN and desk.inner.stage == stage:
             again[worker] += 1
         return done(desk, worker, number, part, *rest)
 
     refused = Counter[str]()
     monkeypatch.setattr(PartsDesk, "_came_back", came_back)
-    monkeypatch.setattr(PartsDesk, "on_unable", lambda desk, worker, number: refused.update([worker]))
+    monkeypatch.setattr(Clients, "on_unable", lambda clients, worker, number: refused.update([worker]))
     kill = Fault(1.5, "kill", (f"client-{stage}a",))
     outcome = play(Scenario(1, (1, 1), 1, 2, 24, 0.01, (kill,), clients=CLIENTS, sequences=4, slower=2.0, longer=2.0))
     assert outcome.violations == []
@@ -186,7 +187,7 @@ def test_a_client_hears_that_another_worker_computed_the_backward_of_its_forward
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A slow one, at which parts wait. It would keep the forward until it has other weights."""
-    right_done, right = Pool.done, PartsDesk.verdicts
+    right_done, right = Pool.done, Clients.verdicts
     forwards, told = set[tuple[str, int]](), set[tuple[str, int]]()
 
     def done(self: Pool, worker: str, number: int, now: float) -> bool:
@@ -195,13 +196,13 @@ def test_a_client_hears_that_another_worker_computed_the_backward_of_its_forward
             forwards.add((worker, number))
         return counts
 
-    def verdicts(self: PartsDesk, client: str, numbers: Any) -> Any:
+    def verdicts(self: Clients, client: str, numbers: Any) -> Any:
         counts, gone = right(self, client, numbers)
         told.update((client, number) for number in gone)
         return counts, gone
 
     monkeypatch.setattr(Pool, "done", done)
-    monkeypatch.setattr(PartsDesk, "verdicts", verdicts)
+    monkeypatch.setattr(Clients, "verdicts", verdicts)
     slow = Fault(0.2, "slow", ("client-0a",), 100.0)
     assert play(world(slow, steps=2)).violations == []
     assert forwards & told
@@ -286,13 +287,13 @@ def parts_count_twice(patch: pytest.MonkeyPatch) -> None:
 
 def what_never_came_counts(patch: pytest.MonkeyPatch) -> None:
     """A client is lost, and its parts count as handed over."""
-    right = PartsDesk.lose
+    right = Clients.lose
 
-    def lose(self: PartsDesk, worker: str, reason: str, **told: Any) -> None:
-        self._parts.arrived(worker, self._parts.holders().get(worker, set()))
+    def lose(self: Clients, worker: str, reason: str, **told: Any) -> None:
+        self.parts.arrived(worker, self.parts.holders().get(worker, set()))
         right(self, worker, reason, **told)
 
-    patch.setattr(PartsDesk, "lose", lose)
+    patch.setattr(Clients, "lose", lose)
 
 
 @pytest.mark.slow

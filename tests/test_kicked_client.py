@@ -79,7 +79,7 @@ def test_a_kicked_client_is_given_nothing_more_and_its_parts_are_computed_again(
                 lambda: all(worker.ready for worker in desk.pool._workers.values()) and len(desk.pool.workers()) == 2
             )
             before = 0
-            while kicked.peer_id not in desk._parts.holders():
+            while kicked.peer_id not in desk.parts.holders():
                 await compute(before)
                 before += 1
             owner = await w.open(a, owner=OWNER, visitor=True)

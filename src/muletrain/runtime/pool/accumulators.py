@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import contextlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,24 +19,24 @@ from muletrain.policy.deadline import Usual
 from muletrain.policy.outliers import alike
 from muletrain.policy.pool import OWN
 from muletrain.policy.shards import chunk_ranges
-from muletrain.runtime.core.blocks import Downloader, Manifest, PartialDownload
-from muletrain.runtime.core.times import AGAIN_S, GONE_S, pause_s
+from muletrain.runtime.core.blocks import Downloader, Manifest, PartialDownload, block_size
+from muletrain.runtime.core.times import AGAIN_S, GONE_S, PAUSE_S, pause_s
+from muletrain.runtime.pool.clients import Transfer
 from muletrain.runtime.pool.messages import MAX_PARTS, Wanted
 from muletrain.wire.codec import Encoded, decode, encode, encoded_size
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from muletrain.compute.base import Compute
     from muletrain.network.base import PeerId
-    from muletrain.policy.pool import Pool
     from muletrain.runtime.core.blocks import Blocks
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
-    from muletrain.runtime.pool.calls import Calls
     from muletrain.runtime.pool.checks import Checks
     from muletrain.runtime.pool.clients import Clients
-    from muletrain.runtime.pool.parts import Parts
 
 CHECKED_S = 0.05
 """Seconds between two checks whether a client's results are still being verified."""
@@ -93,57 +93,25 @@ def _unpack(piece: Tensor, codec: Codec, out: Tensor) -> None:
     out.copy_(decode(Encoded(codec.value, (len(out),), [piece.numpy().data]), copy=False))
 
 
-@dataclass(eq=False)
-class Transfer:
-    """One accumulator on its way. ``begun``: the client makes the copy; ``blocks``: number of blocks that came; ``gone``:
-    the client is lost; ``news``: set when any of these may have changed, or the copy is whole."""
-
-    wanted: Wanted
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    blocks: int = 0
-    gone: bool = False
-
-
-@dataclass
-class _Coming(PartialDownload):
-    """The blocks of ``transfer``."""
-
-    transfer: Transfer
-
-    async def keep(self, block: int, content: memoryview) -> None:
-        await super().keep(block, content)
-        self.transfer.blocks += 1
-        self.transfer.news.set()
-
-
 class Accumulators:
     """Fetches accumulators of the clients of one server."""
 
     def __init__(
         self,
         clients: Clients,
-        inner: Compute,
-        pool: Pool,
-        parts: Parts,
-        calls: Calls,
         checks: Checks,
+        unsettled: Callable[[int], set[PeerId]],
         blocks: Blocks,
         tasks: Tasks,
     ) -> None:
-        """``inner`` takes the accumulators."""
-        self._clients, self._inner, self._pool = clients, inner, pool
-        self._parts, self._calls, self._checks = parts, calls, checks
+        """``unsettled``: returns the clients with gradients of a step's microbatches that may still be given up."""
+        self._clients, self._checks, self._unsettled = clients, checks, unsettled
+        self._inner, self._plan, self._parts = clients.inner, clients.plan, clients.parts
         self._blocks, self._clock, self._tasks = blocks, blocks.clock, tasks
-        self._hedged: set[PeerId] = set()
-        """Clients whose accumulators take unusually long, so the server computes the contained parts again."""
         self._turns, self._adding = asyncio.Semaphore(TRANSFERS), asyncio.Lock()
-        self._transfers: dict[PeerId, Transfer] = {}
         self._numbers = 0
         self._usual = Usual(unmeasured_s=1.0, floor_s=1.0, times=4.0)
         """Seconds between two blocks of a transfer."""
-        self.news = asyncio.Event()
-        """Set when ``gather`` may have something to do."""
         self._generation = 0
         """Number of times that accumulators began anew."""
         self._generations: dict[int, int] = {}
@@ -163,25 +131,19 @@ class Accumulators:
         """Return once all gradients of ``step`` are here. A client that computes a part again, or whose results are
         being checked, is asked afterwards. The call always ends: missing parts are computed again, by the server itself
         if no client does; the server ends if it fails twice at one."""
-        self._hedged.clear()
         coming: dict[PeerId, asyncio.Task[None]] = {}
         try:
             while not self._parts.complete(step):
-                self.news.clear()
+                self._clients.news.clear()
                 coming = {client: task for client, task in coming.items() if not task.done()}
                 waits = self._checks.concerned(step) | self._unsettled(step)
                 for client in sorted(self._parts.holders(step)):
-                    if client not in coming and client not in waits and not self._pool.busy(client, step):
+                    if client not in coming and client not in waits and not self._clients.pool.busy(client, step):
                         coming[client] = self._tasks.spawn(self._take_over(client, step), "accumulator")
-                await self.news.wait()
+                await self._clients.news.wait()
         finally:
             for task in coming.values():
                 task.cancel()
-
-    def _unsettled(self, step: int) -> set[PeerId]:
-        """Returns the clients with gradients of microbatches that may still be given up."""
-        holders = (self._parts.holder_at(place) for call in self._calls.of_step(step) for place in call.places)
-        return {client for client in holders if client is not None}
 
     async def _take_over(self, client: PeerId, step: int) -> None:
         """Add a client's accumulator to ours, or have its parts computed again."""
@@ -189,27 +151,28 @@ class Accumulators:
             async with self._turns:
                 await self._add(client, step)
         except Lost as e:
-            self._clients.desk.lose(client, str(e), again_at=OWN if e.here else None)
+            self._clients.lose(client, str(e), again_at=OWN if e.here else None)
         finally:
-            self.news.set()
+            self._clients.news.set()
 
     async def _add(self, client: PeerId, step: int) -> None:
         """Take, check and add the accumulator of ``client``, if there is any. Raises Lost."""
         if not (givings := self._parts.holders(step).get(client, set())):
             return
         self._numbers += 1
-        generation = self.generation(step)
+        generation, clients = self.generation(step), self._clients
         ask = Wanted(generation=generation, step=step, transfer=self._numbers, givings=tuple(sorted(givings)))
-        self._transfers[client] = transfer = Transfer(ask)
-        taking = self._tasks.spawn(self._taken(client, transfer), "accumulator")
+        downloader, begun = Downloader(self._blocks, self._inner.offload), asyncio.Event()
+        taking = self._tasks.spawn(self._taken(client, ask, begun, downloader), "accumulator")
+        clients.transfers[client] = transfer = Transfer(ask, begun, taking)
+        clients.wake(client)
         try:
-            begin, together = self._clock.now(), len(self._transfers)
-            self._clients.want(client, ask, transfer.begun)
-            await self._arrives(client, step, transfer, taking)
-            self._clients.each_s = (self._clock.now() - begin) / max(together, len(self._transfers))
-            while client in self._checks.concerned(step) and not transfer.gone:
+            begin, together = self._clock.now(), len(clients.transfers)
+            await self._arrives(client, transfer, downloader)
+            clients.each_s = (self._clock.now() - begin) / max(together, len(clients.transfers))
+            while client in self._checks.concerned(step) and self._goes_on(client, transfer):
                 await self._clock.sleep(CHECKED_S)  # the client brought back another part meanwhile
-            if transfer.gone:
+            if not self._goes_on(client, transfer):
                 return  # the client may have enlisted again by now
             if isinstance(copy := taking.result(), str):
                 raise Lost(f"its accumulator is wrong: {copy}")
@@ -217,28 +180,31 @@ class Accumulators:
             if not givings <= numbers:
                 raise Lost("its accumulator lacks parts that it should contain")
             async with self._adding:  # the numbers of one accumulator at a time are in memory
-                await self._add_copy(client, step, transfer, numbers, copy["gradient"])
+                await self._add_copy(client, transfer, numbers, copy["gradient"])
         finally:
             taking.cancel()
-            if self._transfers.get(client) is transfer:
-                del self._transfers[client]
-                self._clients.want(client, None)
+            if self._goes_on(client, transfer):
+                del clients.transfers[client]
+                clients.wake(client)
 
-    async def _add_copy(
-        self, client: PeerId, step: int, transfer: Transfer, numbers: set[int], gradient: Tensor
-    ) -> None:
+    def _goes_on(self, client: PeerId, transfer: Transfer) -> bool:
+        """Has ``client`` not been lost since ``transfer`` began?"""
+        return self._clients.transfers.get(client) is transfer
+
+    async def _add_copy(self, client: PeerId, transfer: Transfer, numbers: set[int], gradient: Tensor) -> None:
         """Check and add a gradient from ``packed_gradient``, the sum of the givings ``numbers``. Raises Lost."""
-        values = await unpacked_gradient(gradient, self._inner, self._clients.desk.plan)
+        step = transfer.wanted.step
+        values = await unpacked_gradient(gradient, self._inner, self._plan)
         if not await self._inner.offload(is_finite, values):
             raise Lost("its accumulator is not finite", here=True)
-        verify, found = self._clients.desk.plan.verify > 0, np.zeros(SIZE)
+        verify, found = self._plan.verify > 0, np.zeros(SIZE)
         if verify:
             found = await self._inner.offload(sketch, values, self._clients.digest(step))
-        if transfer.gone:
+        if not self._goes_on(client, transfer):
             return
         kept = self._parts.holders(step).get(client, set())
         if self.generation(step) != transfer.wanted.generation or not numbers <= kept:
-            self._clients.desk.lose(client, "parts in its accumulator were taken back while it came", lapse=False)
+            self._clients.lose(client, "parts in its accumulator were taken back while it came", lapse=False)
         elif verify and not alike(found, self._parts.claimed(client, numbers)):
             self._clients.expel(client, "its accumulator is not the sum of the gradients that it announced")
         else:
@@ -247,80 +213,65 @@ class Accumulators:
     def _arrived(self, client: PeerId, step: int, values: Tensor, numbers: set[int]) -> None:
         """The gradients ``numbers`` are here: their sum is ``values``, flat fp32 [G]."""
         self._inner.add(step, values)
-        self._pool.drop_parts(self._parts.again(client, step))
+        self._clients.pool.drop_parts(self._parts.again(client, step))
         self._parts.arrived(client, numbers)
-        self._hedged.discard(client)
         self._clients.standings[client].kept()
-        self._clients.desk.withdraw()
+        self._clients.withdraw()
 
-    def _hedge(self, client: PeerId, step: int) -> None:
-        """An accumulator takes unusually long: the server itself computes the contained parts again. If the server is
-        first, the accumulator is lost. (Another client's accumulator might take as long, and so on for ever.)"""
-        if client not in self._hedged:
-            self._hedged.add(client)
-            for part in self._parts.again(client, step):
-                self._pool.put_part(part, self._clock.now(), OWN, only=OWN)
-            self._clients.desk.doubt(client)
-
-    async def _taken(self, client: PeerId, transfer: Transfer) -> dict[str, Tensor] | str:
-        """Returns the copy of an accumulator, once the client has made the copy, or what is wrong with the copy. Ends
-        when cancelled, after ``GONE_S`` without a block."""
+    async def _taken(
+        self, client: PeerId, ask: Wanted, begun: asyncio.Event, downloader: Downloader
+    ) -> dict[str, Tensor] | str:
+        """Returns the copy of an accumulator, once the client has made the copy, or what is wrong with the copy: a task
+        that fails would end the server. Ends when cancelled, after ``GONE_S`` without a block."""
+        await begun.wait()
         try:
-            return await self._whole(client, transfer)
-        except ProtocolError as e:  # a task that fails would end the server
-            return str(e)
-
-    async def _whole(self, client: PeerId, transfer: Transfer) -> dict[str, Tensor]:
-        """Raises ProtocolError for a copy that no accumulator has."""
-        await transfer.begun.wait()
-        downloader, tries = Downloader(self._blocks, self._inner.offload), 0
-        while not (manifests := await downloader.manifests(transfer.wanted.copy_name, [client])):
-            await self._clock.sleep(pause_s(tries, AGAIN_S))
-            tries += 1
-        coming = await self._coming(manifests[0][0], transfer)
-        while coming.missing:
-            try:
-                await downloader.fetch(coming, [client])
-            except PeerUnreachable as e:
-                if coming.wrong:
-                    raise ProtocolError(str(e)) from None
+            tries = 0
+            while not (manifests := await downloader.manifests(ask.copy_name, [client])):
                 await self._clock.sleep(pause_s(tries, AGAIN_S))
                 tries += 1
+            coming = await self._coming(manifests[0][0])
+            while coming.missing:
+                try:
+                    await downloader.fetch(coming, [client])
+                except PeerUnreachable as e:
+                    if coming.wrong:
+                        return str(e)
+                    await self._clock.sleep(pause_s(tries, AGAIN_S))
+                    tries += 1
+        except ProtocolError as e:
+            return str(e)
         return coming.state()
 
-    async def _coming(self, packed: bytes, transfer: Transfer) -> _Coming:
+    async def _coming(self, packed: bytes) -> PartialDownload:
         """Returns the empty download of the copy with this manifest. Raises ProtocolError for the manifest of anything
         but an accumulator."""
-        manifest, size = Manifest.unpack(packed), packed_size(self._inner.n_trained, self._clients.desk.plan)
+        manifest, size = Manifest.unpack(packed), packed_size(self._inner.n_trained, self._plan)
         manifest.check(size + 8 * MAX_PARTS)
         (_, _, givings), *_ = manifest.tensors or (("", "", ()),)
         listed = ("givings", "int64", givings), ("gradient", "uint8", (size,))
         if len(givings) != 1 or manifest.tensors != listed:
             raise ProtocolError("a manifest of other tensors than an accumulator")
         data = (await self._inner.room(-(-manifest.size // 4))).numpy().data.cast("B")[: manifest.size]
-        return _Coming(blake3(packed).digest(), manifest, data, set(range(manifest.blocks)), transfer)
+        return PartialDownload(blake3(packed).digest(), manifest, data, set(range(manifest.blocks)))
 
-    async def _arrives(self, client: PeerId, step: int, transfer: Transfer, taking: asyncio.Task[Any]) -> None:
-        """Wait until the copy is whole, or the client is lost. Raises Lost. Ends within ``GONE_S`` without a block."""
-        taking.add_done_callback(lambda _: transfer.news.set())
-        last, blocks = self._clock.now(), 0
-        while not (taking.done() or transfer.gone):
-            transfer.news.clear()
-            if (wait_s := last + GONE_S - self._clock.now()) <= 0:
+    async def _arrives(self, client: PeerId, transfer: Transfer, downloader: Downloader) -> None:
+        """Wait until the copy is whole, or the client is lost. If the copy takes unusually long, the server itself
+        computes the contained parts again. If the server is first, the accumulator is lost. (Another client's
+        accumulator might take as long, and so on for ever.) Raises Lost. Ends within ``GONE_S`` without a block."""
+        begin, hedged = self._clock.now(), False
+        while not transfer.taking.done():
+            quiet_s = self._clock.now() - max(begin, downloader.came)
+            if quiet_s >= GONE_S:
                 raise Lost("its accumulator does not come")
-            try:
-                await self._clock.deadline(transfer.news.wait(), min(wait_s, self._usual.seconds()), "an accumulator")
-            except DeadlineExceeded:
-                self._hedge(client, step)
-            if transfer.blocks > blocks:
-                now = self._clock.now()
-                self._usual.measured((now - last) / (transfer.blocks - blocks))
-                last, blocks = now, transfer.blocks
-
-    def lose(self, client: PeerId) -> None:
-        """``client`` is gone."""
-        self._hedged.discard(client)
-        self.news.set()
-        if (transfer := self._transfers.pop(client, None)) is not None:
-            transfer.gone = True
-            transfer.news.set()
+            if not hedged and quiet_s >= self._usual.seconds():
+                hedged = True
+                for part in self._parts.again(client, transfer.wanted.step):
+                    self._clients.pool.put_part(part, self._clock.now(), OWN, only=OWN)
+                self._clients.doubt(client)
+            wait_s = (GONE_S if hedged else self._usual.seconds()) - quiet_s
+            with contextlib.suppress(DeadlineExceeded):
+                waiting = asyncio.wait({transfer.taking})
+                await self._clock.deadline(waiting, max(PAUSE_S, wait_s), "an accumulator")
+        if self._goes_on(client, transfer):
+            size = packed_size(self._inner.n_trained, self._plan)
+            self._usual.measured((self._clock.now() - begin) / (size // block_size(size) + 1))

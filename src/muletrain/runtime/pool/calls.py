@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Compute, Microbatch
     from muletrain.compute.slot import Turn
     from muletrain.config.schema import Codec
-    from muletrain.policy.passes import Part, Pass, Place
+    from muletrain.policy.passes import Part, Pass
 
 
 @dataclass
 class Call:
-    """A pass of a microbatch of ``sequences`` sequences that the stage server waits for. ``places``: parts whose
-    gradients clients have accumulated; ``own``: parts computed here, which count once the whole microbatch does."""
+    """A pass of a microbatch of ``sequences`` sequences that the stage server waits for. ``own``: parts
+    computed here, which count once the whole microbatch does."""
 
     mb: Microbatch
     what: Pass
@@ -36,7 +36,6 @@ class Call:
     begun: bool = False
     loss: float = 0.0
     output: Tensor | None = None
-    places: list[Place] = field(default_factory=list)
     own: list[Microbatch] = field(default_factory=list)
     done: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
@@ -72,27 +71,3 @@ class Call:
         self._left -= part.rows
         if self._left == 0:
             self.done.set_result(None)
-
-
-class Calls:
-    """The calls under way."""
-
-    def __init__(self) -> None:
-        self._calls: dict[tuple[Pass, int, int], Call] = {}
-
-    def begin(self, call: Call) -> None:
-        self._calls[call.key] = call
-
-    def end(self, call: Call) -> None:
-        del self._calls[call.key]
-
-    def of(self, part: Part) -> Call | None:
-        """Returns the call that waits for ``part``; None: no call does."""
-        return self._calls.get((part.what, part.step, part.index))
-
-    def of_step(self, step: int) -> list[Call]:
-        return [call for call in self._calls.values() if call.mb.step == step]
-
-    def accumulated(self, part: Part) -> Call | None:
-        """Returns the call under way for which a client accumulated ``part``; None: there is none (any more)."""
-        return next((call for call in self._calls.values() if part.place in call.places), None)

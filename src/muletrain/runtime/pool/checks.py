@@ -113,7 +113,7 @@ class Checks:
         announced sketch of the parameters' gradient."""
         if not self._share:
             return False, None
-        length = 0.0 if values is None else float(await self._clients.desk.inner.offload(values.norm)) / rows**0.5
+        length = 0.0 if values is None else float(await self._clients.inner.offload(values.norm)) / rows**0.5
         odd = values is not None and self._usual.setdefault(what, _Usual()).stands_out(length)
         if claim is not None:
             usual = self._usual.setdefault("gradient", _Usual())
@@ -123,9 +123,7 @@ class Checks:
             odd |= usual.stands_out(float(np.linalg.norm(claim)) / rows)
         if not odd and self._rng.random() >= self._share:
             return False, None
-        return True, None if values is None else await self._clients.desk.inner.offload(
-            sketch, values.reshape(-1), seed
-        )
+        return True, None if values is None else await self._clients.inner.offload(sketch, values.reshape(-1), seed)
 
     def came(
         self, worker: PeerId, part: Part, kept: KeptPart, drawn: tuple[bool, Sketch | None], claim: Sketch | None
@@ -139,7 +137,7 @@ class Checks:
             return
         if claim is None or not (checked or forward):
             return
-        if (before := self._cases.get(place)) is not None and self._clients.desk.pool.wants(before.part):
+        if (before := self._cases.get(place)) is not None and self._clients.pool.wants(before.part):
             return
         check = part._replace(what=Pass.CHECK)
         case = _Case(check, kept, {"gradient": claim}, {"gradient": worker})
@@ -147,9 +145,9 @@ class Checks:
             case.found["inputs"], case.by["inputs"] = values, worker
         if forward is not None:
             case.by["outputs"], case.found["outputs"] = forward
-        if self._clients.desk.pool.can_check(part.step, *case.by.values()):
+        if self._clients.pool.can_check(part.step, *case.by.values()):
             self._cases[place] = case
-            self._clients.desk.pool.put_part(check, self._clock.now(), barred=case.by.values())
+            self._clients.pool.put_part(check, self._clock.now(), barred=case.by.values())
 
     def find(self, part: Part) -> KeptPart | None:
         """Returns the inputs for computing ``part`` again; None: the check is no longer wanted."""
@@ -165,8 +163,8 @@ class Checks:
         differing = case.differing(found)
         if differing and worker != OWN:
             case.second = worker, found
-            self._clients.desk.pool.put_part(part, self._clock.now(), OWN, only=OWN)
-            self._clients.desk.feed()
+            self._clients.pool.put_part(part, self._clock.now(), OWN, only=OWN)
+            self._clients.feed()
             return
         del self._cases[part.place]
         guilty = {case.by[name] for name in differing}
@@ -182,7 +180,7 @@ class Checks:
     def concerned(self, step: int) -> set[PeerId]:
         """Returns the clients whose results of ``step`` are being checked."""
         open_ = (
-            case for case in self._cases.values() if case.part.step == step and self._clients.desk.pool.wants(case.part)
+            case for case in self._cases.values() if case.part.step == step and self._clients.pool.wants(case.part)
         )
         return {client for case in open_ for client in case.by.values()}
 

@@ -1,30 +1,30 @@
-"""The clients of one server: membership, answers to their calls, and permitted messages."""
+"""The clients of one server: membership, answers to their calls, permitted messages, and weights."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muletrain.clock import loop_time_s
 from muletrain.errors import AdmissionError, DeadlineExceeded, MuletrainError, ProtocolError
-from muletrain.events import ClientEnlisted, ClientLate, ClientLost
+from muletrain.events import ClientEnlisted, ClientLate, ClientLost, PoolWorked
+from muletrain.policy.pool import OWN, Pool
 from muletrain.policy.recent import Debts, Recent
 from muletrain.policy.worker import Standings
-from muletrain.runtime.pool.messages import ROOM, Answer, Ended, Next, Result, Wanted, checksum
-from muletrain.runtime.pool.parts import check_result
-from muletrain.runtime.pool.tally import Tally
+from muletrain.runtime.pool.messages import MAX_KEPT, ROOM, Answer, Ended, Next, Result, Wanted, checksum
+from muletrain.runtime.pool.parts import Parts, check_result
 from muletrain.runtime.pool.weights import WeightsCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Awaitable, Callable, Collection
 
     from muletrain.compute.base import Compute
-    from muletrain.events import Event
+    from muletrain.events import Event, PoolCount
     from muletrain.network.base import Channel, PeerId
-    from muletrain.policy.pool import Pool
     from muletrain.runtime.core.blocks import Blocks, StateImage
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from muletrain.wire.frame import Frame
 
 MAX_CLIENTS = 4096
+MAX_COUNTED = 256
+"""Most clients in one event, which must fit into a report to another machine."""
 TAKERS = 32
 """Peers that get weights at once; further peers ask again."""
 ENLISTS, ENLISTS_PER_S = 20, 0.2
@@ -51,47 +53,13 @@ FULL = f"this server has {MAX_CLIENTS} clients, as many as it takes; try another
 UNKNOWN = "this server does not know this client (any more)"
 
 
-class Desk(Protocol):
-    """The server that the clients work for (``desk.PartsDesk``)."""
+class Transfer(NamedTuple):
+    """One accumulator on its way. ``begun``: the client makes the copy; ``taking``: ends with the copy, or with what is
+    wrong with it."""
 
-    stage: int
-    plan: Plan
-    inner: Compute
-    pool: Pool
-
-    async def on_result(self, worker: PeerId, message: Result, tensor: Encoded | None) -> None:
-        """A client brings back a part."""
-        ...
-
-    def on_unable(self, worker: PeerId, number: int) -> None:
-        """A client did not compute a part."""
-        ...
-
-    def verdicts(self, client: PeerId, numbers: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns those of a client's ``numbers`` whose results count, and those whose part, result or forward is of no
-        use; of more than ``2 * MAX_KEPT``, the lowest."""
-        ...
-
-    def there(self, client: PeerId, parts: Collection[int], doubted_at: float) -> None:
-        """A client that was doubted at ``doubted_at`` [s] is there, and computes ``parts``."""
-        ...
-
-    def doubt(self, client: PeerId) -> None:
-        """``client`` takes unusually long, or gives no sign of life."""
-        ...
-
-    def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None, lapse: bool = True) -> None:
-        """``worker`` is gone. ``again_at``: the worker that computes the lost parts again; ``lapse``: it is the worker's
-        fault."""
-        ...
-
-    def withdraw(self) -> None:
-        """Have clients hear which of their parts are no longer needed."""
-        ...
-
-    def feed(self) -> None:
-        """Give parts to all workers that have room."""
-        ...
+    wanted: Wanted
+    begun: asyncio.Event
+    taking: asyncio.Task[Any]
 
 
 @dataclass
@@ -119,30 +87,46 @@ class _Client:
 
 
 class Clients:
-    """Hears the clients of one server."""
+    """Hears the clients of one server, and knows what each worker of the server has: the parts under way (``pool``), and
+    their forwards and gradients (``parts``)."""
 
     def __init__(
         self,
-        desk: Desk,
+        inner: Compute,
+        plan: Plan,
         blocks: Blocks,
         tasks: Tasks,
         servers: Callable[[int], tuple[PeerId, ...]],
         config: bytes,
         emit: Callable[[Event], None],
+        feed: Callable[[], None],
+        on_result: Callable[[PeerId, Result, Encoded | None], Awaitable[None]],
     ) -> None:
         """Hear clients from now on, in place of an earlier server of this process. ``servers``: returns the live
-        servers of a stage, sorted; ``config``: digest of the run's configuration."""
-        self.desk, self._net, self._clock, self._tasks = desk, blocks.net, blocks.clock, tasks
+        servers of a stage, sorted; ``config``: digest of the run's configuration; ``feed``: gives parts to all workers
+        that have room; ``on_result``: takes the part that a client brings back."""
+        self.stage, self.inner, self.plan = inner.stage, inner, plan
+        self._net, self._clock, self._tasks = blocks.net, blocks.clock, tasks
         self._servers, self._config, self._emit = servers, config, emit
+        self.feed, self._on_result = feed, on_result
+        self.pool, self.parts = Pool(), Parts()
+        self.pool.enlist(OWN)
+        self.pool.ready(OWN, 1)
         self._clients: dict[PeerId, _Client] = {}
-        self._tally = Tally()
+        self._counts: dict[str, Counter[PoolCount]] = {}
+        """What happened to each client since the last step, by name: a client that comes back has another id, but is the
+        same machine."""
+        self._own = 0
+        """Parts that the server itself computed since the last step."""
         self._lately: Recent[_Client] = Recent()
         """Lost clients, which may look for a server at the end of the run."""
         self.standings = Standings()
         """What is remembered of clients, in all of their sessions."""
         self._enlisted = Debts(ENLISTS_PER_S)
-        self._wanted: dict[PeerId, tuple[Wanted, asyncio.Event]] = {}
-        """The accumulators that clients are to hand over, and whether they have begun."""
+        self.transfers: dict[PeerId, Transfer] = {}
+        """The accumulators that clients are to hand over."""
+        self.news = asyncio.Event()
+        """Set when gradients of clients have come or are lost, or a client is no longer busy."""
         self.each_s = 0.0
         """Mean seconds for each accumulator while transfers run; 0: none has come."""
         self._banned: set[PeerId] = set()
@@ -169,7 +153,7 @@ class Clients:
             return self._answer(sender, ask, 0)
         client = self._member(sender, ask)
         if ask.leaves:
-            self.desk.lose(sender, "it left")
+            self.lose(sender, "it left")
             raise AdmissionError(UNKNOWN)
         client.heard_s, client.calls = loop_time_s(), client.calls + 1
         client.results.clear()
@@ -195,8 +179,8 @@ class Clients:
 
     def _member(self, sender: PeerId, ask: Next) -> _Client:
         """Returns the client that calls; another session begins anew. Raises AdmissionError."""
-        if (ask.config, ask.stage) != (self._config, self.desk.stage):
-            raise AdmissionError(f"this server serves stage {self.desk.stage} of another configuration; join again")
+        if (ask.config, ask.stage) != (self._config, self.stage):
+            raise AdmissionError(f"this server serves stage {self.stage} of another configuration; join again")
         if sender in self._banned:
             raise AdmissionError(
                 "this server does without you: results of yours were wrong; check this machine's memory"
@@ -209,35 +193,38 @@ class Clients:
         if self._enlisted.add(sender, 1.0, self._clock.now()) > ENLISTS:
             raise AdmissionError("this machine enlisted too often; it is taken again in a minute")
         if known is not None:
-            self.desk.lose(sender, "it begins anew")
+            self.lose(sender, "it begins anew")
         if len(self._clients) >= MAX_CLIENTS:
             raise AdmissionError(FULL)
         client = self._clients[sender] = _Client(ask.name, ask.session, loop_time_s())
-        self.desk.pool.enlist(sender)
-        self._emit(ClientEnlisted(peer_id=sender, name=ask.name, stage=self.desk.stage))
+        self.pool.enlist(sender)
+        self._emit(ClientEnlisted(peer_id=sender, name=ask.name, stage=self.stage))
         return client
 
     def _take(self, sender: PeerId, client: _Client, ask: Next) -> None:
         """Take in what a client has."""
-        wanted, begun = self._wanted.get(sender, (None, None))
-        if wanted is not None and begun is not None and wanted.transfer <= ask.handed:
-            begun.set()
+        transfer = self.transfers.get(sender)
+        if transfer is not None and transfer.wanted.transfer <= ask.handed:
+            transfer.begun.set()
         if client.doubted_at is not None and ask.heard > client.doubted_after:
             doubted_at, client.doubted_at = client.doubted_at, None
-            self.desk.there(sender, ask.parts, doubted_at)
+            if self.pool.reconcile(sender, ask.parts, doubted_at, self._clock.now()):
+                self.lapsed(sender)
+            self.withdraw()
+            self.feed()
         ready = self._copy is not None and self._copy.digest == self._digest == ask.weights
         if ready and client.ready < self._version and not self.standings[sender].left_out(self._version):
             client.ready = self._version
-            self.desk.pool.ready(sender, ROOM, self._steps)
-            self.desk.feed()
+            self.pool.ready(sender, ROOM, self._steps)
+            self.feed()
 
     def _answer(self, sender: PeerId, ask: Next, number: int, results: Collection[int] = ()) -> Answer:
         """Raises AdmissionError before there are weights, and at the end."""
         if self._digest is None:
             raise AdmissionError("this server does not serve now; try again in some seconds, or another one")
-        servers, pool = self._servers(self.desk.stage), self.desk.pool
+        servers, pool = self._servers(self.stage), self.pool
         numbers = {*ask.parts, *ask.uncounted, *ask.forwards, *results}
-        counts, gone = self.desk.verdicts(sender, numbers) if number else ((), ())
+        counts, gone = self.verdicts(sender, numbers) if number else ((), ())
         return Answer(
             number=number,
             weights=self._digest,
@@ -250,15 +237,24 @@ class Clients:
             helpers=pool.helpers(self.each_s),
             counts=counts,
             gone=gone,
-            wanted=(self._wanted[sender][0],) if number and sender in self._wanted else (),
+            wanted=(self.transfers[sender].wanted,) if number and sender in self.transfers else (),
         )
+
+    def verdicts(self, client: PeerId, numbers: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns those of a client's ``numbers`` whose results count, and those whose part, result or forward is of no
+        use; of more than ``2 * MAX_KEPT``, the lowest: the client asks about the rest again. The answer about a part
+        follows from the ledger, so it is the same however often a client asks."""
+        ledger, kept = self.parts.holders().get(client, set()), self.parts.forwards_at(client)
+        settled = {n for n in numbers if not self.pool.wants_back(client, n)}
+        most = 2 * MAX_KEPT
+        return tuple(sorted(settled & ledger)[:most]), tuple(sorted(settled - ledger - kept)[:most])
 
     def tell(self, client: PeerId) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the verdicts on the results of ``client`` since its last call, which it hears of with its next
         part."""
         if (known := self._clients.get(client)) is None:
             return (), ()
-        counts, gone = self.desk.verdicts(client, known.results - known.told)
+        counts, gone = self.verdicts(client, known.results - known.told)
         known.told |= {*counts}
         return counts, gone
 
@@ -268,13 +264,10 @@ class Clients:
             known.hurry = True
             known.news.set()
 
-    def want(self, client: PeerId, wanted: Wanted | None, begun: asyncio.Event | None = None) -> None:
-        """``client`` is to hand over an accumulator, and sets ``begun`` when it hears that; None: the server has it."""
-        if wanted is None or begun is None:
-            self._wanted.pop(client, None)
-        else:
-            self._wanted[client] = wanted, begun
-        self.wake(client)
+    def withdraw(self) -> None:
+        """Have clients hear which of their parts are no longer needed."""
+        for worker, _ in self.pool.unwanted():
+            self.wake(worker)
 
     # Who is there -----------------------------------------------------------------------------------------------------
 
@@ -282,22 +275,32 @@ class Clients:
         """Work of ``client`` was lost."""
         self.standings[client].lapsed(self._version)
         if self.standings[client].left_out(self._version):
-            self.desk.pool.ready(client, 0)
+            self.pool.ready(client, 0)
 
-    def gone(self, client: PeerId, why: str, parts: int) -> None:
-        """``client`` is lost, and with it the gradients of ``parts`` parts. A client that is there after all begins
-        anew."""
+    def lose(self, client: PeerId, why: str, *, again_at: PeerId | None = None, lapse: bool = True) -> None:
+        """``client`` is gone, with all its work; one that is there after all begins anew. ``again_at``: the worker that
+        computes the lost gradients again; ``lapse``: it is the client's fault if work is lost."""
+        now, had_parts, again = self._clock.now(), self.pool.has_any(client), self.parts.again(client)
+        self.pool.lost(client, now)
+        self.parts.lost(client)
+        for part in again:
+            self.pool.put_part(part, now, again_at)
+        if (transfer := self.transfers.pop(client, None)) is not None:
+            transfer.taking.cancel()
+        if lapse and (had_parts or again):
+            self.lapsed(client)
         if (known := self._clients.pop(client, None)) is not None:
             self._lately[client] = known
-            self._wanted.pop(client, None)
-            self._tally.count(known.name, "redone", parts)
-            self._emit(ClientLost(peer_id=client, name=known.name, reason=why, parts=parts))
+            self._count(known, "redone", len(again))
+            self._emit(ClientLost(peer_id=client, name=known.name, reason=why, parts=len(again)))
             known.news.set()
+        self.news.set()
+        self.feed()
 
     def expel(self, client: PeerId, why: str) -> None:
         """``client`` works here no more."""
         self._banned.add(client)
-        self.desk.lose(client, why)
+        self.lose(client, why)
 
     def digest(self, step: int) -> bytes:
         """Returns the digest of the weights for ``step``; empty: clients do not have these weights."""
@@ -310,7 +313,14 @@ class Clients:
         """A client, or the server itself, computed a part that counts."""
         if (known := self._clients.get(worker)) is not None:
             known.unable = 0
-        self._tally.done(None if known is None else known.name)
+            self._count(known, "parts")
+        else:
+            self._own += 1
+
+    def _count(self, client: _Client, what: PoolCount, times: int = 1) -> None:
+        """Something happened to ``client``."""
+        if times:
+            self._counts.setdefault(client.name, Counter())[what] += times
 
     @property
     def version(self) -> int:
@@ -318,8 +328,11 @@ class Clients:
         return self._version
 
     def report(self, step: int) -> None:
-        """A step is applied."""
-        self._emit(self._tally.worked(step, self.desk.stage))
+        """A step is applied: tell what each client did, and count anew."""
+        busiest = sorted(self._counts, key=lambda name: (-self._counts[name]["parts"], name))[:MAX_COUNTED]
+        counts = {name: dict(self._counts[name]) for name in busiest}
+        self._emit(PoolWorked(step=step, stage=self.stage, own=self._own, clients=counts))
+        self._own, self._counts = 0, {}
 
     def _unable(self, client: PeerId, known: _Client) -> None:
         """``client`` did not compute a part in time: that is a lapse if no result has counted since the last one. (An
@@ -332,20 +345,23 @@ class Clients:
         """``clients`` take unusually long: other workers may repeat their parts."""
         for client in clients:
             if (known := self._clients.get(client)) is not None:
-                self._tally.count(known.name, "late")
+                self._count(known, "late")
                 self._emit(ClientLate(peer_id=client, name=known.name))
                 self._unable(client, known)
 
     def _on_lost(self, peer: PeerId, channel: Channel) -> None:
         """A stream with ``peer`` ended: frames may be lost, or the client is gone."""
         if peer in self._clients:
-            self.desk.doubt(peer)
+            self.doubt(peer)
 
     def doubt(self, client: PeerId) -> None:
-        """``client`` is to call again, which tells what it has."""
+        """``client`` takes unusually long, or gives no sign of life. It is to call again, which tells what it has; other
+        workers may do its parts until then. Its accumulated gradients are not lost yet."""
+        self.pool.doubt(client, self._clock.now())
         if (known := self._clients.get(client)) is not None and known.doubted_at is None:
             known.doubted_at, known.doubted_after = self._clock.now(), known.served
             known.news.set()
+        self.feed()
 
     def silent(self) -> tuple[PeerId, ...]:
         """Returns the clients that were not heard of for long, once. Clients that are silent for as long again are
@@ -353,7 +369,7 @@ class Clients:
         now, now_s = self._clock.now(), loop_time_s()
         for peer, client in list(self._clients.items()):
             if client.doubted_at is not None and min(now - client.doubted_at, now_s - client.heard_s) > GONE_S:
-                self.desk.lose(peer, f"it has not called for {now_s - client.heard_s:.1f} s")
+                self.lose(peer, f"it has not called for {now_s - client.heard_s:.1f} s")
         return tuple(
             peer
             for peer, client in self._clients.items()
@@ -400,24 +416,31 @@ class Clients:
 
     def check_result(self, sender: PeerId, message: Result, tensors: list[Encoded]) -> None:
         """Raises Malformed for a result that belongs to no part of ``sender``."""
-        desk = self.desk
-        check_result(desk.plan, desk.stage, desk.pool.part(sender, message.number), message, tensors)
+        check_result(self.plan, self.stage, self.pool.part(sender, message.number), message, tensors)
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         message = Result.parse(frame)
         client = self._clients.get(sender)
-        if client is None or self.desk.pool.part(sender, message.number) is None:
+        if client is None or self.pool.part(sender, message.number) is None:
             return  # the client was lost, or the part taken back, while the frame came
         client.results.add(message.number)
         if not message.problem:
-            await self.desk.on_result(sender, message, frame.tensors[0] if frame.tensors else None)
+            await self._on_result(sender, message, frame.tensors[0] if frame.tensors else None)
         else:
-            if self.desk.pool.wants_back(sender, message.number):
+            if self.pool.wants_back(sender, message.number):
                 self._unable(sender, client)
             if client.unable > MAX_UNABLE:
-                return self.desk.lose(sender, f"it computes nothing: {message.problem[:200]}")
-            self.desk.on_unable(sender, message.number)
+                return self.lose(sender, f"it computes nothing: {message.problem[:200]}")
+            self.on_unable(sender, message.number)
         client.news.set()
+
+    def on_unable(self, client: PeerId, number: int) -> None:
+        """A client did not compute a part: other workers may, but not from its forward."""
+        part = self.pool.part(client, number)
+        self.pool.failed(client, number, self._clock.now())
+        if part is not None:
+            self.parts.forward_lost(client, part)
+        self.feed()
 
     # Weights ----------------------------------------------------------------------------------------------------------
 
@@ -431,13 +454,13 @@ class Clients:
         Clients work for ``steps`` once they have the weights."""
         if self._copy is None or self._copy.label != (weights, steps):
             self.close()
-            self._copy = WeightsCopy(self.desk.inner, (weights, steps))
+            self._copy = WeightsCopy(self.inner, (weights, steps))
             self._tasks.spawn(self._name(self._copy, steps), "weights")
 
     async def _name(self, copy: WeightsCopy, steps: tuple[int, ...]) -> None:
         """Tell clients of new weights."""
         try:
-            await copy.name(self.desk.inner.offload)
+            await copy.name(self.inner.offload)
         except MuletrainError:  # the weights change again
             return
         if copy.closed:

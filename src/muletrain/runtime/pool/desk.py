@@ -12,20 +12,18 @@ from muletrain.compute.checks import is_finite, weighed
 from muletrain.errors import MuletrainError, NetworkError
 from muletrain.optim.sketch import unpacked
 from muletrain.policy.passes import LAST, Given, Part, Pass
-from muletrain.policy.pool import OWN, Pool
+from muletrain.policy.pool import OWN
 from muletrain.runtime.core.times import GONE_S
 from muletrain.runtime.pool.accumulators import Accumulators
-from muletrain.runtime.pool.calls import Calls
 from muletrain.runtime.pool.checks import Checks, checked_sketches
 from muletrain.runtime.pool.clients import Clients
-from muletrain.runtime.pool.messages import MAX_KEPT
-from muletrain.runtime.pool.parts import KeptPart, Parts, computed_part, given_message
+from muletrain.runtime.pool.parts import KeptPart, computed_part, given_message
 from muletrain.wire.codec import Encoded, decode, encode
 
 if TYPE_CHECKING:
     import asyncio
     import random
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -64,34 +62,32 @@ class PartsDesk:
     ) -> None:
         """``blocks``: of this process; ``servers``: see ``Clients``; ``config``: digest of the run's configuration;
         ``rng``: draws the results to check."""
-        self.stage, self.plan, self.inner = inner.stage, plan, inner
-        self._net, self._clock, self._tasks, self.pool = blocks.net, blocks.clock, tasks, Pool()
-        self.pool.enlist(OWN)
-        self.pool.ready(OWN, 1)
-        self.calls, self._steps = Calls(), set[int]()
-        self._parts = Parts()
+        self.plan, self.inner = plan, inner
+        self._net, self._clock, self._tasks = blocks.net, blocks.clock, tasks
+        self._calls: dict[tuple[Pass, int, int], Call] = {}
+        """The calls under way."""
+        self._steps = set[int]()
         self._own: dict[asyncio.Task[None], Given] = {}
         """Parts that the server's own device computes now."""
-        self.clients = clients = Clients(self, blocks, tasks, servers, config, emit)
+        self.clients = clients = Clients(inner, plan, blocks, tasks, servers, config, emit, self.feed, self._on_result)
+        self.pool, self.parts = clients.pool, clients.parts
         self._checks = Checks(clients, blocks.clock, plan.verify, rng)
-        self.accumulators = Accumulators(
-            clients, inner, self.pool, self._parts, self.calls, self._checks, blocks, tasks
-        )
+        self.accumulators = Accumulators(clients, self._checks, self._unsettled, blocks, tasks)
         tasks.spawn(self._watch(), "pool")
 
     # Passes ---------------------------------------------------------------------------------------------------------
 
     def kept_sequences(self, mb: Microbatch) -> int:
         """Returns the number of sequences of a microbatch whose forward is known."""
-        return sum(kept.rows for kept in self._parts.of(mb).values())
+        return sum(kept.rows for kept in self.parts.of(mb).values())
 
     async def computed(self, call: Call, grad: Tensor | None = None) -> Tensor:
         """Give out ``call``, and wait until all parts are back. ``grad``: of the outputs, for a backward."""
-        self.calls.begin(call)
+        self._calls[call.key] = call
         self._steps.add(call.mb.step)
         try:
             if grad is None:
-                self._parts.begin(call.mb)
+                self.parts.begin(call.mb)
                 self.pool.put(*call.key, call.sequences, self._clock.now())
             else:
                 await self._put_backward(call, grad)
@@ -102,20 +98,20 @@ class PartsDesk:
             self._take_back(call)
             raise
         finally:
-            self.calls.end(call)
-            self.withdraw()
-            self.accumulators.news.set()
+            del self._calls[call.key]
+            self.clients.withdraw()
+            self.clients.news.set()
         for mb in call.own:
             self.inner.count(mb)
         return torch.empty(0) if call.output is None else call.output
 
     async def _put_backward(self, call: Call, grad: Tensor) -> None:
         """Put the parts of a backward into the pool, cut as in the forward."""
-        kept, mb = self._parts.of(call.mb), call.mb
+        kept, mb = self.parts.of(call.mb), call.mb
         encoded = [
             await self.inner.offload(encode, grad[f : f + k.rows], self.plan.activations) for f, k in kept.items()
         ]
-        if call.done.done() or any(self._parts.of(mb).get(f) is not k for f, k in kept.items()):
+        if call.done.done() or any(self.parts.of(mb).get(f) is not k for f, k in kept.items()):
             raise MuletrainError("the microbatch was given up")
         for (first, part), gradient in zip(kept.items(), encoded, strict=True):
             part.gradient = gradient
@@ -125,8 +121,9 @@ class PartsDesk:
     def _take_back(self, call: Call) -> None:
         """The microbatch does not count, though gradients of its parts were accumulated: the accumulators are of no
         use."""
-        for worker in sorted(self._parts.take_back(call.places)):
-            self.lose(worker, "a microbatch was given up after a part of it was accumulated", lapse=False)
+        taken = self.parts.take_back(call.mb) if call.accumulate else set()
+        for worker in sorted(taken):
+            self.clients.lose(worker, "a microbatch was given up after a part of it was accumulated", lapse=False)
         for mb in call.own:
             self.inner.discard(mb)
 
@@ -134,18 +131,18 @@ class PartsDesk:
         """See ``Compute``."""
         self.pool.drop(mb.step, mb.index)
         self._checks.forget_microbatch(mb.step, mb.index)
-        self.withdraw()
-        self._parts.through(Microbatch(mb.step, mb.index, 0, self.plan.sequences), self.inner)
+        self.clients.withdraw()
+        self.parts.through(Microbatch(mb.step, mb.index, 0, self.plan.sequences), self.inner)
 
     def forget_gradients(self, step: int) -> None:
         """Passes in progress go on, but gradients are accumulated anew."""
         self.accumulators.begin_anew(step)
         self.pool.drop_again(step)
         self._checks.forget(step)
-        for call in [c for c in self.calls.of_step(step) if c.accumulate]:
+        for call in [c for c in self._calls_of(step) if c.accumulate]:
             call.fail(MuletrainError(f"the accumulator of step {step} was emptied"))
-        self._parts.forget_gradients(step)
-        self.withdraw()
+        self.parts.forget_gradients(step)
+        self.clients.withdraw()
 
     def end_step(self, step: int) -> None:
         """Nothing of ``step`` is computed any more."""
@@ -154,10 +151,10 @@ class PartsDesk:
         for task in [task for task, given in self._own.items() if given.part.step == step]:
             task.cancel()  # a backward must have the weights of its forward
         self._checks.forget(step)
-        self.withdraw()
-        for call in self.calls.of_step(step):
+        self.clients.withdraw()
+        for call in self._calls_of(step):
             call.fail(MuletrainError(f"step {step} is over"))
-        self._parts.end(step, self.inner, self.plan.sequences)
+        self.parts.end(step, self.inner, self.plan.sequences)
         self._steps.discard(step)
 
     def close(self, *, rest: bool = True) -> None:
@@ -169,6 +166,18 @@ class PartsDesk:
             self.pool.rest(self._clock.now())
         self.clients.close()
 
+    def _call_of(self, part: Part) -> Call | None:
+        """Returns the call that waits for ``part``; None: no call does."""
+        return self._calls.get((part.what, part.step, part.index))
+
+    def _calls_of(self, step: int) -> list[Call]:
+        return [call for call in self._calls.values() if call.mb.step == step]
+
+    def _unsettled(self, step: int) -> set[PeerId]:
+        """Returns the clients with gradients of microbatches that may still be given up."""
+        accumulating = (call.mb for call in self._calls_of(step) if call.accumulate)
+        return {client for mb in accumulating for client in self.parts.holders_of(mb)}
+
     # Giving out -----------------------------------------------------------------------------------------------------
 
     def feed(self) -> None:
@@ -179,7 +188,7 @@ class PartsDesk:
 
     def _give(self, worker: PeerId, given: Given) -> None:
         part = given.part
-        call = self.calls.of(part)
+        call = self._call_of(part)
         if call is not None and not call.begun:
             call.begun = True
             try:
@@ -198,15 +207,15 @@ class PartsDesk:
 
     async def _prepared(self, part: Part) -> KeptPart | None:
         """Returns the inputs of ``part``; None: the part is no longer wanted."""
-        kept = self._checks.find(part) if part.what is Pass.CHECK else self._parts.find(part)
-        call = self.calls.of(part)
+        kept = self._checks.find(part) if part.what is Pass.CHECK else self.parts.find(part)
+        call = self._call_of(part)
         if kept is not None or call is None or call.inputs is None or call.done.done():
             return kept
         cut = await call.cut(part, self.inner, self.plan.activations)
         if call.done.done():
             return None
-        kept = self._parts.find(part) or cut
-        self._parts.keep(part, kept)
+        kept = self.parts.find(part) or cut
+        self.parts.keep(part, kept)
         return kept
 
     async def _send(
@@ -223,7 +232,7 @@ class PartsDesk:
             await self._net.send(worker, message.frame(tensors), channel=message.CHANNEL, timeout_s=GONE_S)
             self.pool.sent(given.number, self._clock.now())
         except NetworkError:
-            self.doubt(worker)
+            self.clients.doubt(worker)
 
     async def _compute(self, given: Given, accumulate: bool) -> None:
         """Compute a part here."""
@@ -232,7 +241,7 @@ class PartsDesk:
             if kept is None:
                 raise MuletrainError("it is no longer wanted")
             if part.what in LAST:
-                self._parts.forward_lost(OWN, part)
+                self.parts.forward_lost(OWN, part)
             seed = self.clients.digest(part.step)
             loss, values, found = await computed_part(self.inner, mb, part, kept, seed, accumulate=accumulate)
         except (MuletrainError, KeyError) as e:  # KeyError: the microbatch was given up, and its forward dropped
@@ -240,7 +249,7 @@ class PartsDesk:
                 raise  # nobody else may be left to compute it, so this server ends
             if part.what is Pass.CHECK:
                 self.pool.drop_parts([part])
-            if (call := self.calls.of(part)) is not None:
+            if (call := self._call_of(part)) is not None:
                 call.fail(MuletrainError(str(e)))
             return self.feed()
         if found:
@@ -275,10 +284,10 @@ class PartsDesk:
     ) -> KeptPart | None:
         """Take the result of a giving. Returns the part's inputs if the result counts: then a gradient is in the
         accumulator of ``worker``, which announced ``claim``."""
-        kept = self._parts.find(part)
+        kept = self.parts.find(part)
         counts = self.pool.done(worker, number, self._clock.now()) and kept is not None
-        self.withdraw()
-        call, mb = self.calls.of(part), self._identity(part)
+        self.clients.withdraw()
+        call, mb = self._call_of(part), self._identity(part)
         if not counts or kept is None or (call is None and part.what is not Pass.AGAIN):
             if worker == OWN and (accumulate or kept is None or kept.forward_at != OWN):
                 self.inner.discard(mb)
@@ -287,7 +296,7 @@ class PartsDesk:
         if part.what is Pass.FORWARD:
             kept.forward_at, kept.forward_number = worker, number
         elif accumulate:
-            self._accumulated(worker, number, part, kept, call, claim)
+            self._accumulated(worker, number, part, kept, claim)
         if part.what is Pass.BACKWARD and kept.forward_at not in (None, OWN, worker):
             kept.forward_at = None  # the client hears it when it calls
         if call is not None:
@@ -297,7 +306,7 @@ class PartsDesk:
 
     def _worth(self, part: Part, kept: KeptPart | None = None) -> float:
         """Sequences of ``part``: those that its targets that count are worth, if not all do."""
-        kept = kept or self._parts.find(part)
+        kept = kept or self.parts.find(part)
         if part.what is not Pass.LOSS or kept is None or kept.targets is None:
             return part.rows
         plan = self.plan
@@ -305,28 +314,25 @@ class PartsDesk:
         _, weight = weighed(targets, plan.targets, length, plan.vocab, plan.microbatches)
         return part.rows if weight is None else weight * plan.sequences
 
-    def _accumulated(
-        self, worker: PeerId, number: int, part: Part, kept: KeptPart, call: Call | None, claim: Sketch | None
-    ) -> None:
+    def _accumulated(self, worker: PeerId, number: int, part: Part, kept: KeptPart, claim: Sketch | None) -> None:
         """Note the place of the gradient of ``part``."""
-        mb, parts = self._identity(part), self._parts
+        mb, parts = self._identity(part), self.parts
         holder = parts.holder_at(part.place) if part.what is Pass.AGAIN else None
         if worker != OWN:
             parts.accumulated(part, kept, worker, number, claim)
-            if call is not None:
-                call.places.append(part.place)
-        elif (open_call := call or self.calls.accumulated(part)) is not None:
-            open_call.own.append(mb)  # the part counts once the whole microbatch does
-            parts.computed_here(part)
         else:
-            self.inner.count(mb)
             parts.computed_here(part)
-        self.accumulators.news.set()
+            same = (c for c in self._calls_of(part.step) if c.accumulate and c.mb.index == part.index)
+            if (open_call := next(same, None)) is not None:
+                open_call.own.append(mb)  # the part counts once the whole microbatch does
+            else:
+                self.inner.count(mb)
+        self.clients.news.set()
         if holder is not None:
             self.clients.lapsed(holder)
-            self.lose(holder, "it took too long, and others have done its work", lapse=False)
+            self.clients.lose(holder, "it took too long, and others have done its work", lapse=False)
 
-    async def on_result(self, worker: PeerId, message: Result, tensor: Encoded | None) -> None:
+    async def _on_result(self, worker: PeerId, message: Result, tensor: Encoded | None) -> None:
         """A client brings back a part. The answer to the client's call says whether a gradient counts."""
         if (part := self.pool.part(worker, message.number)) is not None and part.what is Pass.CHECK:
             self._checked(worker, message.number, part, checked_sketches(message))
@@ -344,10 +350,10 @@ class PartsDesk:
         if (part := self.pool.part(worker, message.number)) is None:  # the part was taken back meanwhile
             return
         self.clients.check_result(worker, message, [] if tensor is None else [tensor])  # perhaps sent ahead of the part
-        call = self.calls.of(part)
+        call = self._call_of(part)
         accumulate = part.what is Pass.AGAIN or (call is not None and call.accumulate)
         if not fine or (accumulate and self.plan.verify and claim is None):
-            self.on_unable(worker, message.number)
+            self.clients.on_unable(worker, message.number)
         elif kept := self._came_back(worker, message.number, part, accumulate, message.loss, values, claim):
             self._checks.came(worker, part, kept, drawn, claim if accumulate else None)
         else:
@@ -358,57 +364,7 @@ class PartsDesk:
         """``worker`` has computed a part again for comparison."""
         if self.pool.done(worker, number, self._clock.now()):
             self._checks.checked(worker, part, found)
-        self.accumulators.news.set()
-
-    def on_unable(self, worker: PeerId, number: int) -> None:
-        """A client did not compute a part: other workers may, but not from its forward."""
-        part = self.pool.part(worker, number)
-        self.pool.failed(worker, number, self._clock.now())
-        if part is not None:
-            self._parts.forward_lost(worker, part)
-        self.feed()
-
-    def withdraw(self) -> None:
-        """Have clients hear which of their parts are no longer needed."""
-        for worker, _ in self.pool.unwanted():
-            self.clients.wake(worker)
-
-    def verdicts(self, client: PeerId, numbers: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """See ``clients.Desk``. The answer about a part follows from the ledger, so it is the same however often a client
-        asks."""
-        ledger, kept = self._parts.holders().get(client, set()), self._parts.forwards_at(client)
-        settled = {n for n in numbers if not self.pool.wants_back(client, n)}
-        most = 2 * MAX_KEPT  # the client asks about the rest again
-        return tuple(sorted(settled & ledger)[:most]), tuple(sorted(settled - ledger - kept)[:most])
-
-    def doubt(self, client: PeerId) -> None:
-        """Other workers may do the parts of ``client`` until it calls again; its accumulated gradients are not lost
-        yet."""
-        self.pool.doubt(client, self._clock.now())
-        self.clients.doubt(client)
-        self.feed()
-
-    def there(self, client: PeerId, parts: Collection[int], doubted_at: float) -> None:
-        """See ``clients.Desk``."""
-        if self.pool.reconcile(client, parts, doubted_at, self._clock.now()):
-            self.clients.lapsed(client)
-        self.withdraw()
-        self.feed()
-
-    def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None, lapse: bool = True) -> None:
-        """``worker`` is gone, with all its work. ``again_at``: the worker that computes the lost gradients again;
-        ``lapse``: it is the worker's fault if work is lost."""
-        had_parts = self.pool.has_any(worker)
-        self.pool.lost(worker, self._clock.now())
-        again = self._parts.again(worker)
-        self._parts.lost(worker)
-        for part in again:
-            self.pool.put_part(part, self._clock.now(), again_at)
-        self.accumulators.lose(worker)
-        if lapse and (had_parts or again):
-            self.clients.lapsed(worker)
-        self.clients.gone(worker, why, len(again))
-        self.feed()
+        self.clients.news.set()
 
     async def _watch(self) -> None:
         """Let other workers compute overdue parts."""
@@ -418,6 +374,6 @@ class PartsDesk:
             late = self.pool.expire(self._clock.now())
             self.clients.late(late)
             for worker in (*late, *self.clients.silent()):
-                self.doubt(worker)
-            self.accumulators.news.set()  # a late client is no longer busy
+                self.clients.doubt(worker)
+            self.clients.news.set()  # a late client is no longer busy
             self.feed()

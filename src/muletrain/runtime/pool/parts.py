@@ -243,10 +243,16 @@ class Parts:
         """The gradient of ``part`` is here, and counts nowhere else."""
         self._accumulated.pop(part.place, None)
 
-    def take_back(self, places: Collection[Place]) -> set[PeerId]:
-        """The parts at ``places`` do not count. Returns the workers that accumulated them."""
-        gone = [self._accumulated.pop(place) for place in places if place in self._accumulated]
-        return {g.at for g in gone if g.at is not None}
+    def holders_of(self, mb: Microbatch) -> set[PeerId]:
+        """Returns the workers that accumulated parts of a microbatch."""
+        return {g.at for (*of, _), g in self._accumulated.items() if of == [mb.step, mb.index] and g.at is not None}
+
+    def take_back(self, mb: Microbatch) -> set[PeerId]:
+        """A microbatch does not count. Returns the workers that accumulated parts of the microbatch."""
+        holders = self.holders_of(mb)
+        for place in [p for p in self._accumulated if p[:2] == (mb.step, mb.index)]:
+            del self._accumulated[place]
+        return holders
 
     def again(self, worker: PeerId, of_step: int | None = None) -> list[Part]:
         """Returns the parts to compute again (``of_step``; None: of all steps) if ``worker`` is gone."""
