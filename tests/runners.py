@@ -29,7 +29,7 @@ def host_of(spec: WorkerSpec) -> Host:
 
 
 class _Nobody:
-    """Has no trainers, meets nobody of another lineage, and loses nothing when it leaves."""
+    """Has no trainers, and meets nobody of another lineage."""
 
     def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
         pass
@@ -40,11 +40,10 @@ class _Nobody:
     def met(self, peer: PeerId, step: int) -> None:
         pass
 
-    def unsafe(self) -> str | None:
-        return None
-
 
 def runner_of(ctx: Context) -> StepRunner:
     """At step 0."""
     nobody, position = _Nobody(), Position(ctx, 0, ctx.roster.genesis.lineage)
-    return StepRunner(ctx, position, GradientLog(ctx, 0), Departure(ctx, nobody), nobody, nobody, ctx.downloader())
+    return StepRunner(
+        ctx, position, GradientLog(ctx, 0), Departure(ctx, lambda: None), nobody, nobody, ctx.downloader()
+    )

@@ -41,7 +41,7 @@ from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward,
 from muletrain.runtime.peer.incoming import KINDS as OF_A_PEER
 from muletrain.runtime.peer.messages import Presence, Report
 from muletrain.runtime.peer.peer import Peer
-from muletrain.runtime.peer.peer_host import PeerHost
+from muletrain.runtime.peer.reporting import PeerHost
 from muletrain.wire.codec import decode, encode, encode_ids, encode_raw
 from muletrain.wire.frame import Frame
 

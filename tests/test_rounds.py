@@ -297,7 +297,8 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
             meter=SimpleNamespace(absences=0),
             spawn=lambda serving, name: asyncio.create_task(serving),
         )
-        pipeline = StageServer(ctx, cast("Any", SimpleNamespace(computing=lambda step: work)), None, cast("Any", None))
+        nothing = cast("Any", None)
+        pipeline = StageServer(ctx, cast("Any", SimpleNamespace(computing=lambda step: work)), None, nothing, nothing)
         pipeline.expects = lambda *_: None  # type: ignore[method-assign]
         forward = Forward(
             lineage=bytes(32),

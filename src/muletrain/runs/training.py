@@ -19,7 +19,7 @@ from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.peer.peer import Peer
-from muletrain.runtime.peer.peer_host import PeerHost
+from muletrain.runtime.peer.reporting import PeerHost
 from muletrain.runtime.peer.service import Service
 
 if TYPE_CHECKING:

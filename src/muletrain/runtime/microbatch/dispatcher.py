@@ -57,7 +57,7 @@ class Dispatcher:
         self._rooms, self._room, self._waiting = Rooms(), asyncio.Event(), 0
         self._debtors = Debtors(ctx, stage, self.trips, self._is_overdue)
         self._copies = RetryBudget(COPIES * ctx.plan.capacity, COPIES_SHARE)
-        ctx.detector.add_routes(self)
+        ctx.detector.routes.append(self._on_suspected)
         self._current: set[tuple[int, bytes]] | None = None
 
     def begin(self, under_way: Iterable[InFlightStep] | None = None) -> None:
@@ -245,8 +245,7 @@ class Dispatcher:
         trusted = {*self._debtors} - {peer, *self._ctx.detector.suspected}
         return any(owed.gradient for p in trusted for owed in self._debtors.owed(p).values())
 
-    def on_suspected(self, peer: PeerId, why: str) -> None:
-        """See ``members.detector.Routes``."""
+    def _on_suspected(self, peer: PeerId, why: str) -> None:
         if self._debtors.owed(peer):
             self._ctx.spawn(self._have_copied(peer, why), f"copies for {peer[-6:]}")
 

@@ -40,7 +40,7 @@ class Microbatches:
         stage = ctx.roster.own.stage
         self._onwards = Dispatcher(ctx, stage + 1, self.survey) if stage + 1 < ctx.plan.stages else None
         self._inwards = Dispatcher(ctx, 0, self.survey)
-        self.server = StageServer(ctx, position, self._onwards, self)
+        self.server = StageServer(ctx, position, self._onwards, self._check, self._elsewhere)
         self._trainers: dict[int, Trainer] = {}
         """The trainer of each step under way."""
 
@@ -59,8 +59,8 @@ class Microbatches:
                 self._validate(trainer, work)
             trainer.spawn(trainer.run_step(retry=retry), "trainer step")
 
-    def check(self, message: Forward, *sent: Tensor) -> None:
-        """See ``stage_server.Data``."""
+    def _check(self, message: Forward, *sent: Tensor) -> None:
+        """See ``StageServer.check``."""
         if self.source is None:
             return
         step, index = message.step, message.index
@@ -72,8 +72,8 @@ class Microbatches:
             if not alike:
                 raise ProtocolError(f"forward: microbatch {step}/{index} has other samples than the data of this peer")
 
-    async def elsewhere(self, work: InFlightStep, index: int) -> bool:
-        """See ``stage_server.Data``."""
+    async def _elsewhere(self, work: InFlightStep, index: int) -> bool:
+        """See ``StageServer.elsewhere``."""
         me, stage = self._ctx.net.peer_id, self._ctx.roster.own.stage
         missing, _ = await self.survey.still_missing(
             work.lineage, work.step, index, (stage,), self._inwards.trips.usual_s, me.__eq__
@@ -110,7 +110,7 @@ class Microbatches:
             return  # that step has not begun here; the sender repeats the message
         if gap.stage >= plan.stages or any(i >= plan.microbatches for i in gap.indices):
             raise ProtocolError("gap: a stage or microbatch that the step does not have")
-        trainer.spawn(trainer.on_gap(sender, gap), "gap")
+        trainer.on_gap(sender, gap)
 
     def end(self, last: int) -> None:
         """Give out no more microbatches of the steps up to ``last``."""

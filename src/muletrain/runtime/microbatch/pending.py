@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
 
 
-PROBED = 5
-"""Most doublings of a probe's deadline: a peer may be probed for hours before its answer is ready."""
 FLOOR_S = 0.3
 """Seconds of silence, at least, before a peer that owes answers is asked. Of ``LAG_S`` seconds, three times as many
 microbatches were computed twice (``tests/test_trainers.py``)."""
@@ -219,8 +217,8 @@ class Debtors:
         self._ctx.spawn(self._ask(peer, debtor, request, due), f"listen to {peer[-6:]}")
 
     async def _ask(self, peer: PeerId, debtor: _Debtor, request: Attempt, due: list[Pending]) -> None:
-        detector, attempt = self._ctx.detector, max((p.attempt for p in due), default=0)
-        row = await detector.probe(peer, request.lineage, request.step, min(attempt, PROBED), brief=not due)
+        detector = self._ctx.detector
+        row = await detector.probe(peer, request.lineage, request.step, brief=not due)
         if row is None:
             detector.give_up(peer, "it is silent, and answers no probe")
         else:

@@ -11,7 +11,7 @@ import math
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from muletrain.compute.base import Microbatch
 from muletrain.compute.checks import check_sample_values, check_target_values, is_finite
@@ -86,18 +86,6 @@ class _Job:
         return self.message.index >= self.work.microbatches
 
 
-class Data(Protocol):
-    """Knows the microbatches (``microbatches``)."""
-
-    def check(self, message: Forward, *sent: Tensor) -> None:
-        """Compare a trainer's samples with our own data, if we have any. Raises ProtocolError."""
-        ...
-
-    async def elsewhere(self, work: InFlightStep, index: int) -> bool:
-        """Does another replica have the microbatch?"""
-        ...
-
-
 @dataclass
 class StageServer:
     """Serves one stage."""
@@ -106,7 +94,10 @@ class StageServer:
     position: Position
     dispatcher: Dispatcher | None
     """Sends to the next stage; None on the last stage."""
-    data: Data
+    check: Callable[..., None]
+    """Compares samples of a forward with our own data, if we have any. Raises ProtocolError."""
+    elsewhere: Callable[[InFlightStep, int], Awaitable[bool]]
+    """Returns whether another replica has a microbatch."""
     _jobs: dict[tuple[int, int], _Job] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -242,7 +233,7 @@ class StageServer:
             check_sample_values("forward", inputs, self.ctx.plan.vocab)
         check_target_values(targets, self.ctx.plan.targets, self.ctx.plan.vocab, heldout=job.heldout)
         if job.message.stage == 0 and job.message.trainer != self.ctx.net.peer_id and not job.heldout:
-            self.data.check(job.message, inputs, targets)
+            self.check(job.message, inputs, targets)
         if job.message.stage > 0 and not await self.ctx.compute.offload(is_finite, inputs):
             if not job.message.unfinite:
                 self.ctx.refused(job.sender, f"{job.message.KIND}: activations: not finite")
@@ -338,7 +329,7 @@ class StageServer:
         while True:
             if job.absences != ctx.meter.absences:
                 job.absences = ctx.meter.absences
-                job.elsewhere = message.wanted and await self.data.elsewhere(job.work, message.index)
+                job.elsewhere = message.wanted and await self.elsewhere(job.work, message.index)
             job.work.check()
             wanted = message.wanted and not job.elsewhere
             with (

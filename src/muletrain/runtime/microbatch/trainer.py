@@ -91,12 +91,8 @@ class Trainer:
         """Microbatches that were given out, and whether each is through."""
         self._repairs: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._without: defaultdict[int, dict[PeerId, tuple[PeerId, ...]]] = defaultdict(dict)
+        self._without: defaultdict[int, dict[PeerId, frozenset[PeerId]]] = defaultdict(dict)
         """By stage: the peers that each replica does not count on, by the replica's last message."""
-        self._gaps = 0
-        """Number of gaps received."""
-        self._counted: dict[int, tuple[tuple[int, int], Counter[PeerId]]] = {}
-        """By stage: the last inputs and result of ``_votes``."""
 
     def spawn(self, work: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
         """Run ``work`` until its end, or until the end of the step."""
@@ -144,28 +140,20 @@ class Trainer:
             self._ctx.emit(OrphansTaken(step=self._step + 1, owners=", ".join(owners), microbatches=len(theirs)))
             await self._run(theirs, retry=True, turn=turn)
 
-    async def on_gap(self, sender: PeerId, gap: Gap) -> None:
+    def on_gap(self, sender: PeerId, gap: Gap) -> None:
         """A stage lacks microbatches: run our share again, for all stages that lack the same one. A microbatch still in
         flight follows as soon as it is through."""
         if self._ctx.roster.member(sender).stage == gap.stage:
-            self._without[gap.stage][sender] = gap.without
-            self._gaps += 1
-        mine = [i for i in gap.indices if self._is_mine(i, gap.turn)]
-        if gap.early:
-            mine = [i for i in mine if i in self._begun]
-        new = [i for i in mine if i not in self._refilling and (self._begun.get(i) or not gap.early)]
-        self._refilling.update(new)
-        for i in mine:
-            self._lacking[i].add(gap.stage)
-        repairs = [asyncio.create_task(self.refill(i)) for i in new]
-        self._repairs.update(repairs)
-        for repair in repairs:
-            repair.add_done_callback(self._repairs.discard)
-        try:
-            await asyncio.gather(*repairs)
-        finally:
-            for repair in repairs:  # one failure ends all repairs
-                repair.cancel()
+            self._without[gap.stage][sender] = frozenset(gap.without)
+        for index in gap.indices:
+            if not self._is_mine(index, gap.turn) or (gap.early and index not in self._begun):
+                continue
+            self._lacking[index].add(gap.stage)
+            if index not in self._refilling and (self._begun.get(index) or not gap.early):
+                self._refilling.add(index)
+                repair = self.spawn(self.refill(index), "refill")
+                self._repairs.add(repair)
+                repair.add_done_callback(self._repairs.discard)
 
     async def refill(self, index: int) -> None:
         """Run a microbatch again for the stages that lack it (``_lacking``), then for stages that asked meanwhile. All
@@ -262,14 +250,14 @@ class Trainer:
                 try:
                     return (await self._dispatcher.request(request, accumulate, tensors, gradient=False)).loss
                 except StageLost:  # the stage's peers may be at the previous step, or dead without our knowledge
-                    self._work.given.discard(index)
-                    await self._ctx.clock.sleep(pause_s(tries))
-                    tries += 1
-                    in_vain += all(map(self._ctx.roster.stage, range(self._ctx.plan.stages)))
-                    accumulate, loss = await self._still_missing(index, accumulate)
-                    self._dispatcher.refresh()
+                    pass
                 finally:
                     self._work.given.discard(index)
+                await self._ctx.clock.sleep(pause_s(tries))
+                tries += 1
+                in_vain += all(map(self._ctx.roster.stage, range(self._ctx.plan.stages)))
+                accumulate, loss = await self._still_missing(index, accumulate)
+                self._dispatcher.refresh()
         raise MuletrainError(
             f"step {self._step + 1}: microbatch {index} could not be finished in {MAX_TRIES} tries; {self._ctx.who_is_there()}"
         )
@@ -299,7 +287,8 @@ class Trainer:
 
     def _left_out(self, stages: tuple[int, ...]) -> tuple[PeerId, ...]:
         """Returns peers of ``stages`` that should compute a microbatch only if no other peer can."""
-        named = {s: {p for p in self._votes(s) if self._ignored(p)} for s in stages}
+        said = {s: {p for without in self._without[s].values() for p in without} for s in stages}
+        named = {s: {*filter(self._ignored, peers)} for s, peers in said.items()}
         # where each replica of a stage goes on without the others, none is better than another
         some = (ignored for s, ignored in named.items() if not ignored.issuperset(self._ctx.roster.stage(s)))
         return tuple(sorted(p for ignored in some for p in ignored)[:MAX_WITHOUT])
@@ -311,14 +300,5 @@ class Trainer:
         if not roster.knows(peer):
             return True
         stage = roster.member(peer).stage
-        others = len(roster.stage(stage)) - roster.is_alive(peer)
-        return 2 * self._votes(stage)[peer] > others
-
-    def _votes(self, stage: int) -> Counter[PeerId]:
-        """Returns how many replicas of ``stage`` do not count on a peer, counted once for all microbatches."""
-        said, roster = self._without[stage], self._ctx.roster
-        seen = roster.version, self._gaps
-        if stage not in self._counted or self._counted[stage][0] != seen:
-            live = roster.stage(stage) if said else ()
-            self._counted[stage] = seen, Counter(p for replica in live for p in {*said.get(replica, ())} - {replica})
-        return self._counted[stage][1]
+        others, said = {*roster.stage(stage)} - {peer}, self._without[stage]
+        return 2 * sum(peer in said[p] for p in others & said.keys()) > len(others)

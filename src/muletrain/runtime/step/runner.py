@@ -62,7 +62,7 @@ class StepRunner:
         self._deadlines, self._observed, self._standing = Deadlines(), Observed(), Standing()
         self._weights = bytes(32)
         """Digest of our weights."""
-        ctx.detector.add_reader(self)
+        ctx.detector.known, ctx.detector.hear = self._known, self._hear
         self.not_finite = ""
         """Name of the first parameter of our stage with a non-finite gradient in the last step; '': there is none."""
         self._begin()
@@ -104,12 +104,12 @@ class StepRunner:
         """See ``core.waiting.Waiter``."""
         return self._ctx.who_is_there(awaited)
 
-    def known(self, peer: PeerId, lineage: bytes, step: int) -> int:
-        """See ``members.detector.Reader``."""
+    def _known(self, peer: PeerId, lineage: bytes, step: int) -> int:
+        """See ``FailureDetector``."""
         return self.exchange.known(peer) if (step, lineage) == (self.state.step, self.state.lineage) else 0
 
-    def hear(self, peer: PeerId, lineage: bytes, step: int, row: Row) -> None:
-        """See ``members.detector.Reader``."""
+    def _hear(self, peer: PeerId, lineage: bytes, step: int, row: Row) -> None:
+        """See ``FailureDetector``."""
         if (step, lineage) == (self.state.step, self.state.lineage) and self.state.current:
             self.exchange.hear(peer, row)
 
