@@ -149,9 +149,9 @@ def test_who_is_told_of_missing_microbatches_and_does_nothing_holds_up_a_step_fo
     """It was its turn for as long as a full queue takes, and the others gave up the record before that."""
     right = Trainer.on_gap
 
-    async def on_gap(self: Trainer, sender: str, gap: Gap) -> None:
+    def on_gap(self: Trainer, sender: str, gap: Gap) -> None:
         if self._ctx.net.peer_id != "peer-0b":
-            await right(self, sender, gap)
+            right(self, sender, gap)
 
     monkeypatch.setattr(Trainer, "on_gap", on_gap)
     outcome = play(slow("kill", "peer-1b", 0.9, on="shard"))

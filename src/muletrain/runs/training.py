@@ -138,7 +138,7 @@ class Training:
         ctx = Context.at_stage(
             links, host.clock, compute, roster, plan, emit, Tasks(), draw, self._of_pool, host.blocks
         )
-        ctx.chaos = self._points
+        ctx.reached = self._points.reached
         source = facts.source(cache) if cache is not None else None if sharing is None else sharing.source
         heldout = None if cache is None else facts.heldout(cache)
         for samples in (source, heldout):

@@ -24,11 +24,10 @@ from muletrain.runtime.microbatch.pending import Answer, Debtors, Declined, Pend
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.messages import Attempt
     from muletrain.runtime.microbatch.survey import Survey
     from muletrain.wire.codec import Encoded
@@ -58,21 +57,11 @@ class Dispatcher:
         self._debtors = Debtors(ctx, stage, self.trips, self._is_overdue)
         self._copies = RetryBudget(COPIES * ctx.plan.capacity, COPIES_SHARE)
         ctx.detector.routes.append(self._on_suspected)
-        self._current: set[tuple[int, bytes]] | None = None
 
-    def begin(self, under_way: Iterable[InFlightStep] | None = None) -> None:
-        """A step begins. ``under_way``: give up requests of all other steps, without banning a peer."""
+    def begin(self) -> None:
+        """A step begins: peers that were full or failed may have room."""
         self._rooms.begin()
         self.refresh()
-        if under_way is None:
-            return
-        self._current = {(work.step, work.lineage) for work in under_way}
-        for pending in (p for peer in self._debtors for p in self._debtors.owed(peer).values()):
-            if not self._is_current(pending.request) and not pending.reply.done():
-                pending.reply.set_result(Declined(Why.OVER))
-
-    def _is_current(self, request: Attempt) -> bool:
-        return self._current is None or (request.step, request.lineage) in self._current
 
     def refresh(self) -> None:
         """Take the roster's view of which peers serve the stage."""
@@ -136,7 +125,7 @@ class Dispatcher:
 
         ``gradient``: d loss / d input should come back. ``unfinite``: see ``Forward``. If the first peer reports that
         the microbatch does not stay finite, a second peer decides, or the first peer itself if there is no other.
-        Raises StageLost when every live peer failed or the step is over, and Unfinite when our activations are not
+        Raises StageLost when every live peer failed, and Unfinite when our activations are not
         finite, and should be.
         """
         begun_s = full_s = self._ctx.clock.now()
@@ -144,8 +133,6 @@ class Dispatcher:
         last = {*request.without} if self._stage in accumulate else set()
         failed, at_it = {*tried}, dict["PeerId", float]()
         while True:
-            if not self._is_current(request):
-                raise StageLost(f"stage {self._stage}: step {request.step} has ended")
             now_s = self._ctx.clock.now()
             at_it = {p: until_s for p, until_s in at_it.items() if until_s > now_s}
             closed = (self._rooms.full(now_s) | at_it.keys()) & {*self._wiring.peers()} - failed
@@ -169,7 +156,7 @@ class Dispatcher:
             answer = await self._from(pending, accumulate)
             if isinstance(answer, Answer):
                 return answer
-            if answer.why in (Why.OVER, Why.FULL):
+            if answer.why is Why.FULL:
                 continue
             if answer.why is Why.AT_IT:
                 now_s, most_s = self._ctx.clock.now(), max(PAUSE_MAX_S, self.trips.usual_s() / 4)

@@ -40,6 +40,7 @@ class Microbatches:
         stage = ctx.roster.own.stage
         self._onwards = Dispatcher(ctx, stage + 1, self.survey) if stage + 1 < ctx.plan.stages else None
         self._inwards = Dispatcher(ctx, 0, self.survey)
+        self._dispatchers = [self._inwards] if self._onwards is None else [self._onwards, self._inwards]
         self.server = StageServer(ctx, position, self._onwards, self._check, self._elsewhere)
         self._trainers: dict[int, Trainer] = {}
         """The trainer of each step under way."""
@@ -47,8 +48,9 @@ class Microbatches:
     def begin(self, work: InFlightStep, *, retry: bool) -> None:
         """Begin to give out the microbatches of ``work``. ``retry``: this peer was away, so other peers may have begun
         some."""
+        self.server.end_over()
         if self._onwards is not None:
-            self._onwards.begin(self._position.under_way())
+            self._onwards.begin()
         if work.step in self._trainers:  # begun ahead; other trainers may be gone since
             self.take_over_orphans(work, late=False)
         elif self.source is not None:
@@ -124,15 +126,13 @@ class Microbatches:
 
     def welcome(self, peer: PeerId) -> None:
         """``peer`` is back, and may get the next microbatches."""
-        for dispatcher in (self._onwards, self._inwards):
-            if dispatcher is not None:
-                dispatcher.welcome(peer)
+        for dispatcher in self._dispatchers:
+            dispatcher.welcome(peer)
 
     def on_broken(self, peer: PeerId) -> None:
         """A stream with ``peer`` ended."""
-        for dispatcher in (self._onwards, self._inwards):
-            if dispatcher is not None:
-                dispatcher.on_broken(peer)
+        for dispatcher in self._dispatchers:
+            dispatcher.on_broken(peer)
 
     def on_trainer_done(self, sender: PeerId, message: TrainerDone) -> None:
         """Note microbatches that a trainer reports as through. Raises ProtocolError for an invalid report."""

@@ -50,7 +50,6 @@ class Why(Enum):
     UNFINITE = "the peer found that the microbatch does not stay finite"
     FULL = "the peer has no room now"
     AT_IT = "the peer is already at the microbatch"
-    OVER = "the step of the request has ended"
 
 
 class Declined(NamedTuple):

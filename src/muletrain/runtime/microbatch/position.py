@@ -115,23 +115,18 @@ class Position:
     def row(self, step: int, lineage: bytes, *, brief: bool = False, through: bool = False) -> Row:
         """Returns this peer's row of ``step``, without statements. ``brief``: also without microbatches; ``through``: also
         with those that are through all stages."""
-        ctx, work, branch = self._ctx, self.computing(step), branch_of(self.lineage)
-        stage = ctx.roster.own.stage
-        if work is None or work.lineage != lineage or (work is self.work and self.away):
-            lineage = b"" if self.away else self.applied
-            return Row(
-                current=False, stage=stage, step=self.step, lineage=lineage, branch=branch, moved=ctx.net.moved()
-            )
+        ctx, work = self._ctx, self.computing(step)
+        current = work is not None and work.lineage == lineage and not (work is self.work and self.away)
         here = Row(
-            current=True,
-            stage=stage,
+            current=current,
+            stage=ctx.roster.own.stage,
             step=self.step,
-            lineage=self.applied,
-            branch=branch,
-            round=self.work.round,
+            lineage=b"" if self.away and not current else self.applied,
+            branch=branch_of(self.lineage),
+            round=self.work.round if current else b"",
             moved=ctx.net.moved(),
         )
-        if brief:
+        if work is None or not current or brief:
             return here
         accumulated, losses = sorted(work.covered), {**work.losses, **work.ledger.losses}
         return here.model_copy(

@@ -160,6 +160,10 @@ class StageServer:
     def abandon(self) -> None:
         """Cancel requests of finished steps, which must not count for steps that begin again."""
         self._turns.clear()
+        self.end_over()
+
+    def end_over(self) -> None:
+        """Cancel requests of finished steps: their senders finish these steps without an answer."""
         for job in self._jobs.values():
             if job.task is not None and job.work.over:
                 job.task.cancel()
@@ -289,7 +293,7 @@ class StageServer:
         if "backward" in phases and job.absences != self.ctx.meter.absences:
             raise TooLate("this peer stood still")
         for phase in phases:
-            self.ctx.chaos.reached(phase, job.message.step)
+            self.ctx.reached(phase, job.message.step)
         job.begun = self.ctx.clock.now()
 
     async def _compute_backward(self, job: _Job, answer: Answer, sent: list[Encoded]) -> tuple[float, Encoded | None]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import Malformed, MuletrainError, ProtocolError
@@ -19,6 +17,8 @@ from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward,
 from muletrain.runtime.peer.messages import Presence, Report
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from muletrain.network.base import Channel, PeerId
     from muletrain.runtime.checkpoint.checkpointing import Checkpointing
     from muletrain.runtime.core.messages import Message
@@ -32,40 +32,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.runner import StepRunner
     from muletrain.wire.codec import Encoded
     from muletrain.wire.frame import Frame
-
-
-Check = Callable[["PeerId", Any, "list[Encoded]"], None]
-"""Raises ProtocolError for a message that is not expected from its sender now, or whose tensors have an unexpected
-shape or codec. The tensors' bytes are still unread."""
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Defines the frames that one peer accepts, before reading them (``network.base.Bounds``). ``checks``: for each
-    kind that carries tensors, and for kinds that only some peers accept.
-
-    Headers have the bounds of their kind's fields. Tensors have the codec and shape that follow from the run's
-    configuration: inputs and gradients of this cut, chunks of this stage's averaging. So no
-    member can make this peer read, or hold, more than a correct member sends.
-    """
-
-    membership: Membership
-    kinds: Mapping[str, type[Message]]
-    microbatches: int
-    checks: Mapping[type[Message], Check]
-
-    def header(self, kind: str) -> int:
-        if kind not in self.kinds:
-            raise Malformed(f"frame of unknown kind {kind[:64]!r}")
-        described = 128 * self.kinds[kind].TENSORS
-        return 128 + described + self.kinds[kind].most(self.microbatches)
-
-    async def expect(self, sender: PeerId, frame: Frame) -> None:
-        self.header(frame.kind)
-        await self.membership.acquaint(sender)
-        frame.message = message = self.kinds[frame.kind].parse(frame)
-        if (check := self.checks.get(type(message))) is not None:
-            check(sender, message, frame.tensors)
 
 
 LIMIT, BYTES = 4096, 1 << 30
@@ -126,7 +92,12 @@ KINDS: dict[str, type[Message]] = {m.KIND: m for m in (*OF_MICROBATCHES, *AGREEI
 
 
 class Incoming:
-    """Takes in the frames of one peer."""
+    """Takes in the frames of one peer, and bounds them before reading (``network.base.Bounds``).
+
+    Headers have the bounds of their kind's fields. Tensors have the codec and shape that follow from the run's
+    configuration: inputs and gradients of this cut, chunks of this stage's averaging. So no member can make this peer
+    read, or hold, more than a correct member sends.
+    """
 
     def __init__(
         self,
@@ -148,17 +119,33 @@ class Incoming:
         """See ``passed_by``."""
         self._breaks: Counter[PeerId] = Counter()
         """Broken streams, by peers probed since."""
-        checks: dict[type[Message], Check] = {
+        self._checks: dict[type[Message], Callable[[PeerId, Any, list[Encoded]], None]] = {
             Forward: microbatches.server.expects,
             Backward: microbatches.expects_gradient,
             Shard: runner.expects_chunk,
             Reduced: runner.expects_chunk,
         }
-        bounds = Expected(membership, KINDS, ctx.plan.microbatches, checks)
-        ctx.net.receive(self._on_frame, bounds=bounds)
+        """For each kind with tensors: raises ProtocolError for a message that is not expected from its sender now, or
+        whose tensors have an unexpected shape or codec. The tensors' bytes are still unread."""
+        ctx.net.receive(self._on_frame, bounds=self)
         ctx.net.on_lost(self._on_lost)
         Sync.serve(ctx.net, self._answer)
         ctx.net.serve(Suspected.KIND, self._hears)
+
+    def header(self, kind: str) -> int:
+        """See ``network.base.Bounds``."""
+        if kind not in KINDS:
+            raise Malformed(f"frame of unknown kind {kind[:64]!r}")
+        described = 128 * KINDS[kind].TENSORS
+        return 128 + described + KINDS[kind].most(self._ctx.plan.microbatches)
+
+    async def expect(self, sender: PeerId, frame: Frame) -> None:
+        """See ``network.base.Bounds``."""
+        self.header(frame.kind)
+        await self._membership.acquaint(sender)
+        frame.message = message = KINDS[frame.kind].parse(frame)
+        if (check := self._checks.get(type(message))) is not None:
+            check(sender, message, frame.tensors)
 
     async def redeliver(self) -> None:
         """Pass on the frames that came too early, some of which belong to the present step."""

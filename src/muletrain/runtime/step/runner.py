@@ -188,7 +188,7 @@ class StepRunner:
         begin = ctx.clock.now()
         self.state.builder.settle()
         position.settled = False
-        ctx.chaos.reached("applying", work.step)
+        ctx.reached("applying", work.step)
         self.not_finite = ""
         if record.skip:  # looked at before the update, which may empty an accumulator that is the gradient
             self.not_finite = await ctx.compute.offload(ctx.compute.layout.first_not_finite, gradient)
