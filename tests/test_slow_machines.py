@@ -13,7 +13,7 @@ import pytest
 from muletrain.events import PeerDown, StepApplied
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.row import Row
-from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap
+from muletrain.runtime.microbatch.messages import Backward, Forward, Gap, Lost
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.recovery.rollback import JOIN_S
 from muletrain.runtime.step.exchange import Exchange, Observed
@@ -76,7 +76,7 @@ def test_full_peers_are_not_sent_what_they_refuse_all_the_time(sent: Counter[tup
     all_of: Counter[str] = Counter()
     for (kind, _), times in sent.items():
         all_of[kind] += times
-    assert 0 < all_of[Busy.KIND] < all_of[Backward.KIND] + all_of[Done.KIND]
+    assert 0 < all_of[Lost.KIND] < all_of[Backward.KIND]
 
 
 def test_who_refuses_all_but_says_that_it_is_back_and_has_room_is_soon_sent_nothing(

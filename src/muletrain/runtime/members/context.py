@@ -122,7 +122,8 @@ class Context:
         limit_s = 2 * GONE_S  # other channels go first for long while 1 GB is averaged over a slow link
         sent = await self.net.send(peer, frame, channel=channel or message.CHANNEL, timeout_s=limit_s)
         if sent:
-            self.meter.stats.sent[peer][TRAFFIC.get(message.KIND, "control")] += sent
+            traffic = TRAFFIC.get(message.KIND, "control") if frame.tensors else "control"
+            self.meter.stats.sent[peer][traffic] += sent
         if tensors and (step := getattr(message, "step", None)) is not None:
             self.worked("send", message.KIND, begin, step, getattr(message, "index", -1))
 

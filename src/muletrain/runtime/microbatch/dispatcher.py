@@ -19,8 +19,8 @@ from muletrain.policy.trips import Trips
 from muletrain.policy.wiring import GAMMA, Wiring
 from muletrain.runtime.core.times import LOOK_S, PAUSE_MAX_S
 from muletrain.runtime.core.waiting import unless_done
-from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost
-from muletrain.runtime.microbatch.pending import Answer, Debtors, Declined, Pending, Why
+from muletrain.runtime.microbatch.messages import Backward, Forward, Lost, Why
+from muletrain.runtime.microbatch.pending import Answer, Debtors, Declined, Pending
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
@@ -89,18 +89,19 @@ class Dispatcher:
         if (gradient.shape, gradient.codec) != (shape, plan.activations):
             raise Malformed(f"a gradient of {gradient.codec} {gradient.shape} that is not {plan.activations} {shape}")
 
-    def on_reply(self, sender: PeerId, reply: Backward | Done | Busy | Lost, tensors: list[Encoded]) -> None:
+    def on_reply(self, sender: PeerId, reply: Backward | Lost, tensors: list[Encoded]) -> None:
         """Match an answer with its request. Late answers to requests that were given up, or sent elsewhere since, are
         dropped. Raises ProtocolError for an unrequested or missing gradient."""
         pending = self._debtors.owed(sender).get(reply.key)
         if pending is None or pending.reply.done():
             return
-        if isinstance(reply, Backward | Done) and isinstance(reply, Backward) != pending.gradient:
+        if isinstance(reply, Backward) and bool(tensors) != pending.gradient:
             raise ProtocolError(f"{reply.KIND}: {'a' if pending.gradient else 'no'} gradient was requested")
         self._debtors.heard(sender)
-        if not isinstance(reply, Busy):
-            self._rooms.answered(sender, took=not isinstance(reply, Lost))
-        elif reply.full and sender in self._wiring.peers():
+        why = None if isinstance(reply, Backward) else reply.why
+        if why not in (Why.FULL, Why.AT_IT):
+            self._rooms.answered(sender, took=why is None)
+        elif why is Why.FULL and sender in self._wiring.peers():
             each_s = self._wiring.expected_s(sender) if self.trips.known else None
             self._rooms.refused(sender, self._ctx.clock.now(), each_s)
         pending.reply.set_result((reply, tensors))
@@ -301,10 +302,8 @@ class Dispatcher:
         if isinstance(got, Answer | Declined):
             return got
         reply, answer = got
-        if isinstance(reply, Busy):
-            return Declined(Why.FULL if reply.full else Why.AT_IT)
         if isinstance(reply, Lost):
-            return Declined(Why.UNFINITE if reply.unfinite else Why.GONE, reply.reason)
+            return Declined(reply.why, reply.reason)
         took = clock.now() - begin
         if request.index < self._ctx.plan.microbatches:  # held-out microbatches take different times
             self._copies.succeeded()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
-    from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
+    from muletrain.runtime.microbatch.messages import Backward, Forward, Gap, Lost, TrainerDone
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.microbatch.trainer import Source
     from muletrain.runtime.microbatch.validator import Heldout
@@ -148,11 +148,13 @@ class Microbatches:
 
     def expects_gradient(self, sender: PeerId, message: Backward, tensors: list[Encoded]) -> None:
         """Check a gradient before reading. Raises ProtocolError."""
+        if not tensors:
+            return
         if self._onwards is None or message.stage != self._ctx.roster.own.stage + 1:
             raise ProtocolError(f"{message.KIND} from stage {message.stage}: no gradient was requested there")
         self._onwards.expects(sender, message, tensors)
 
-    def on_reply(self, sender: PeerId, message: Backward | Done | Busy | Lost | Room, frame: Frame) -> None:
+    def on_reply(self, sender: PeerId, message: Backward | Lost | Room, frame: Frame) -> None:
         """Pass answers from stage 0 to the trainer, and answers from the next stage to the stage server. Raises
         ProtocolError."""
         if self._onwards is not None and message.stage == self._ctx.roster.own.stage + 1:

@@ -17,11 +17,11 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.policy.deadline import Usual
 from muletrain.runtime.core.times import LOOK_S
+from muletrain.runtime.microbatch.messages import Why
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from muletrain.policy.trips import Trips
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.row import Row
-    from muletrain.runtime.microbatch.messages import Attempt, Backward, Busy, Done, Lost
+    from muletrain.runtime.microbatch.messages import Attempt, Backward, Lost
     from muletrain.wire.codec import Encoded
 
 
@@ -40,16 +40,6 @@ microbatches were computed twice (``tests/test_trainers.py``)."""
 TICK_S = 1e-3
 """Shortest pause between two checks (clocks are not exact) [s]."""
 Key = tuple[int, int, int, str]
-
-
-class Why(Enum):
-    """Why no answer comes from a peer."""
-
-    DOWN = "the peer is not to be reached, or misses every deadline"
-    GONE = "the peer lives, but does not have the request any more"
-    UNFINITE = "the peer found that the microbatch does not stay finite"
-    FULL = "the peer has no room now"
-    AT_IT = "the peer is already at the microbatch"
 
 
 class Declined(NamedTuple):
@@ -71,7 +61,7 @@ class Answer:
     took_s: float
 
 
-Reply = tuple["Backward | Done | Busy | Lost", "list[Encoded]"] | Answer | Declined
+Reply = tuple["Backward | Lost", "list[Encoded]"] | Answer | Declined
 
 
 @dataclass

@@ -23,7 +23,7 @@ from muletrain.policy.rooms import Turns
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.dispatcher import Unfinite
 from muletrain.runtime.microbatch.inflight import Accumulation, TooLate
-from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost, Room
+from muletrain.runtime.microbatch.messages import Backward, Forward, Lost, Room, Why
 from muletrain.wire.codec import decode, encode, sample_codecs
 
 if TYPE_CHECKING:
@@ -131,9 +131,7 @@ class StageServer:
         if key in self._jobs and self._jobs[key].answers(sender, message):
             return
         if key in self._jobs or not room:
-            busy = Busy(**message.identity(), stage=message.stage, full=not room)
-            self.ctx.spawn(self._reply(sender, busy, []), "busy")
-            return
+            return self.decline(sender, message, why=Why.AT_IT if room else Why.FULL)
         if message.wanted and not work.ledger.takes(message.index):
             self.decline(sender, message, "its accumulator is sealed")
             return self._offer_room()
@@ -152,9 +150,9 @@ class StageServer:
             room = Room(**latest.identity(), stage=latest.stage)
             self.ctx.spawn(self._reply(sender, room, []), "room")
 
-    def decline(self, sender: PeerId, message: Forward, reason: str) -> None:
-        """Make ``sender`` choose another peer."""
-        lost = Lost(**message.identity(), stage=message.stage, reason=reason)
+    def decline(self, sender: PeerId, message: Forward, reason: str = "", why: Why = Why.GONE) -> None:
+        """Make ``sender`` choose another peer, or try again later."""
+        lost = Lost(**message.identity(), stage=message.stage, why=why, reason=reason)
         self.ctx.spawn(self._reply(sender, lost, []), "lost")
 
     def abandon(self) -> None:
@@ -182,14 +180,8 @@ class StageServer:
         except MuletrainError as e:  # the sender still holds the activations, and chooses another peer
             if isinstance(e, ProtocolError):
                 self.ctx.refused(job.sender, f"{job.message.KIND}: {e}")
-            lost = Lost(
-                **job.message.identity(),
-                stage=job.message.stage,
-                reason=str(e)[:1000],
-                unfinite=isinstance(e, Unfinite),
-            )
-            await self._reply(job.sender, lost, [])
-            return
+            why = Why.UNFINITE if isinstance(e, Unfinite) else Why.GONE
+            return self.decline(job.sender, job.message, str(e)[:1000], why)
         finally:
             self.ctx.compute.discard(job.microbatch)
             self._release(job)
@@ -377,11 +369,8 @@ class StageServer:
         if self.ctx.plan.trace and not job.heldout:
             step, index = job.message.step, job.message.index
             self.ctx.emit(MicrobatchServed(step=step, index=index, stage=stage, busy_s=job.busy_s))
-        if gradient is None:
-            await self._reply(job.sender, Done(**identity, stage=stage, loss=loss, busy_s=job.busy_s, away_s=away), [])
-        else:
-            answer = Backward(**identity, stage=stage, loss=loss, busy_s=job.busy_s, away_s=away)
-            await self._reply(job.sender, answer, [gradient])
+        answer = Backward(**identity, stage=stage, loss=loss, busy_s=job.busy_s, away_s=away)
+        await self._reply(job.sender, answer, [] if gradient is None else [gradient])
 
     async def _reply(self, peer: PeerId, message: Request, tensors: list[Encoded]) -> None:
         try:

@@ -13,7 +13,7 @@ from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.times import pause_s
 from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.row import Row, Statements, Sync
-from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
+from muletrain.runtime.microbatch.messages import Backward, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.messages import Presence, Report
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _bytes(frame: Frame) -> int:
 
 BREAK_TRIES = 7
 """Most probes of a peer after a broken stream."""
-OF_MICROBATCHES = (Forward, Backward, Done, Busy, Room, Lost, TrainerDone, Gap)
+OF_MICROBATCHES = (Forward, Backward, Room, Lost, TrainerDone, Gap)
 AGREEING = (Statements, Shard, Reduced)
 OF_PEERS = (Presence, Suspected, PartReady, CheckpointEnd, Report)
 KINDS: dict[str, type[Message]] = {m.KIND: m for m in (*OF_MICROBATCHES, *AGREEING, *OF_PEERS)}
@@ -136,7 +136,7 @@ class Incoming:
         """See ``network.base.Bounds``."""
         if kind not in KINDS:
             raise Malformed(f"frame of unknown kind {kind[:64]!r}")
-        described = 128 * KINDS[kind].TENSORS
+        described = 128 * (KINDS[kind].TENSORS + KINDS[kind].MORE)
         return 128 + described + KINDS[kind].most(self._ctx.plan.microbatches)
 
     async def expect(self, sender: PeerId, frame: Frame) -> None:
@@ -222,7 +222,7 @@ class Incoming:
         match message:
             case Forward():
                 await self._microbatches.server.on_forward(sender, message, frame)
-            case Backward() | Done() | Busy() | Lost() | Room():
+            case Backward() | Lost() | Room():
                 self._microbatches.on_reply(sender, message, frame)
             case TrainerDone():
                 self._microbatches.on_trainer_done(sender, message)
