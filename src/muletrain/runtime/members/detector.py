@@ -4,7 +4,7 @@ its part for long, whatever it answers. A peer that is *down* is not counted on 
 
 Suspicion changes routing alone. A peer is marked down when unreachable, or on missing the patient deadline of a
 question while nothing else comes from the peer either (the two levels of SWIM, Das et al. 2002). A peer that owes
-answers about microbatches is asked by ``microbatch.pending``.
+answers about microbatches is asked by ``microbatch.dispatcher``.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import torch
 from muletrain.errors import ProtocolError
 from muletrain.runtime.microbatch.dispatcher import Dispatcher
 from muletrain.runtime.microbatch.messages import Room
+from muletrain.runtime.microbatch.position import Survey
 from muletrain.runtime.microbatch.stage_server import StageServer
-from muletrain.runtime.microbatch.survey import Survey
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.microbatch.validator import Validator, claimant_of, validator_of
 
@@ -58,7 +58,9 @@ class Microbatches:
             trainer = Trainer(self._ctx, self.source, self._inwards, self.survey, self._window(), work)
             self._trainers[work.step] = trainer
             if not retry:  # otherwise the step may be about to end
-                self._validate(trainer, work)
+                ctx = self._ctx
+                if ctx.plan.validates(work.step) and validator_of(ctx.roster) == ctx.net.peer_id:
+                    trainer.validate(Validator(ctx, self._heldout, self._inwards, work, self._window()))
             trainer.spawn(trainer.run_step(retry=retry), "trainer step")
 
     def _check(self, message: Forward, *sent: Tensor) -> None:
@@ -81,12 +83,6 @@ class Microbatches:
             work.lineage, work.step, index, (stage,), self._inwards.trips.usual_s, me.__eq__
         )
         return not missing
-
-    def _validate(self, trainer: Trainer, work: InFlightStep) -> None:
-        """Measure the held-out loss of the step's weights, if due and this peer is the validator."""
-        ctx = self._ctx
-        if ctx.plan.validates(work.step) and validator_of(ctx.roster) == ctx.net.peer_id:
-            trainer.validate(Validator(ctx, self._heldout, self._inwards, work, self._window()))
 
     def train_too(self, source: Source) -> None:
         """This peer has got the data, and builds microbatches from now on, also of steps in flight."""

@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from muletrain.policy.chaos import Phase
     from muletrain.runtime.core.messages import Request
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.microbatch.dispatcher import Dispatcher
+    from muletrain.runtime.microbatch.dispatcher import Answer, Dispatcher
     from muletrain.runtime.microbatch.inflight import InFlightStep
-    from muletrain.runtime.microbatch.pending import Answer
     from muletrain.runtime.microbatch.position import Position
     from muletrain.wire.codec import Encoded
     from muletrain.wire.frame import Frame

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.dispatcher import Dispatcher
     from muletrain.runtime.microbatch.inflight import InFlightStep
-    from muletrain.runtime.microbatch.survey import Survey
+    from muletrain.runtime.microbatch.position import Survey
     from muletrain.runtime.microbatch.validator import Validator
 
 MAX_TRIES = 60
@@ -165,7 +165,7 @@ class Trainer:
 
     async def _run(self, indices: Iterable[int], *, retry: bool, turn: int = 0) -> None:
         """Claim and see through our share of ``indices``, and tell all peers. Ends after
-        ``microbatch/dispatcher._from`` and ``microbatch/survey.still_missing`` of each microbatch, and
+        ``microbatch/dispatcher._from`` and ``microbatch/position.still_missing`` of each microbatch, and
         ``microbatch/trainer._whole`` of the first."""
         mine, stages = self._claims(indices, turn), tuple(range(self._ctx.plan.stages))
         self._claimed.update(mine)
@@ -215,7 +215,7 @@ class Trainer:
     ) -> float:
         """Try one microbatch until success. Returns the loss [nats/token]. ``retry``: some peer may already have the
         microbatch; ``asked``: no peer has the microbatch. Ends after ``microbatch/dispatcher._from`` and
-        ``microbatch/survey.still_missing``; while a stage is empty, only when cancelled with the step."""
+        ``microbatch/position.still_missing``; while a stage is empty, only when cancelled with the step."""
         loss: float | None = None
         async with self._windows[self._ctx.plan.strategy.lane(index)]:
             self._begun.setdefault(index, False)

@@ -48,39 +48,27 @@ class EarlyFrames:
     def __init__(self, capacity: int) -> None:
         """``capacity``: requests that this peer holds."""
         self._capacity = capacity
-        self._frames: list[tuple[int, PeerId, Frame]] = []
+        self._frames: list[tuple[PeerId, Frame]] = []
         self._of: Counter[tuple[PeerId, bool]] = Counter()
         """Frames by sender, with tensors or without."""
         self._bytes = 0
 
-    def keep(self, sender: PeerId, frame: Frame, step: int) -> bool:
-        """Keep a frame of ``step``. Returns False if there are too many."""
-        kind = sender, bool(frame.tensors)
+    def keep(self, sender: PeerId, frame: Frame) -> bool:
+        """Keep a frame. Returns False if there are too many."""
+        kind, nbytes = (sender, bool(frame.tensors)), sum(t.nbytes for t in frame.tensors)
         room = self._of[kind] < (self._capacity if frame.tensors else NOTICES)
-        if room and len(self._frames) < LIMIT and self._bytes + _bytes(frame) <= BYTES:
-            self._frames.append((step, sender, frame))
-            self._of[kind] += 1
-            self._bytes += _bytes(frame)
-            return True
-        return False
+        if not room or len(self._frames) >= LIMIT or self._bytes + nbytes > BYTES:
+            return False
+        self._frames.append((sender, frame))
+        self._of[kind] += 1
+        self._bytes += nbytes
+        return True
 
     def take(self) -> list[tuple[PeerId, Frame]]:
         """Take all frames out."""
-        taken = [(sender, frame) for _, sender, frame in self._frames]
-        self._keep([])
+        taken, self._frames, self._bytes = self._frames, [], 0
+        self._of.clear()
         return taken
-
-    def forget(self, before: int) -> None:
-        """Drop the frames of steps before ``before``."""
-        self._keep([entry for entry in self._frames if entry[0] >= before])
-
-    def _keep(self, kept: list[tuple[int, PeerId, Frame]]) -> None:
-        self._frames, self._bytes = kept, sum(_bytes(frame) for _, _, frame in kept)
-        self._of = Counter((sender, bool(frame.tensors)) for _, sender, frame in kept)
-
-
-def _bytes(frame: Frame) -> int:
-    return sum(t.nbytes for t in frame.tensors)
 
 
 BREAK_TRIES = 7
@@ -110,11 +98,11 @@ class Incoming:
         rollback: Rollback,
         checkpointing: Checkpointing,
         reporting: Reporting,
-        early: EarlyFrames,
     ) -> None:
         self._ctx, self._position, self._membership, self._microbatches = ctx, position, membership, microbatches
         self._runner, self._forks, self._rollback = runner, forks, rollback
-        self._checkpointing, self._reporting, self._early = checkpointing, reporting, early
+        self._checkpointing, self._reporting = checkpointing, reporting
+        self._early = EarlyFrames(ctx.plan.capacity)
         self._furthest = 0
         """See ``passed_by``."""
         self._breaks: Counter[PeerId] = Counter()
@@ -196,7 +184,7 @@ class Incoming:
             ahead = int(self._ctx.plan.delayed)
             if not loads:
                 self._runner.exchange.on_later(sender, applied=agreeing or step > at.step + ahead)
-            kept = step <= at.step + 1 + ahead and self._early.keep(sender, frame, step)
+            kept = step <= at.step + 1 + ahead and self._early.keep(sender, frame)
             if not kept:  # otherwise we are far behind, and find that out, at the latest in the next step
                 self._furthest = max(self._furthest, step)
             if not kept and isinstance(message, Forward):

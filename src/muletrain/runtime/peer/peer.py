@@ -22,7 +22,7 @@ from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.microbatch.position import Behind, Position
 from muletrain.runtime.peer.arrival import Arrival
 from muletrain.runtime.peer.ending import Ending
-from muletrain.runtime.peer.incoming import EarlyFrames, Incoming
+from muletrain.runtime.peer.incoming import Incoming
 from muletrain.runtime.peer.messages import ANNOUNCE_S, HOLDS_S, StopRun
 from muletrain.runtime.peer.reporting import PeerHost, Reporting
 from muletrain.runtime.recovery.forks import Forks
@@ -98,12 +98,9 @@ class Peer:
         Answers(ctx, runner, self._log, membership)
         self._rollback = rollback = Rollback(ctx, parts.replicas, at, host, back, forks, writer)
         # peer
-        early = EarlyFrames(ctx.plan.capacity)
-        self._arrival = Arrival(ctx, at, runner, membership, receiver, parts, forks, writer, microbatches, early)
+        self._arrival = Arrival(ctx, at, runner, membership, receiver, parts, forks, writer, microbatches)
         self.reporting, self._ending = Reporting(ctx, host, apart=reports), Ending(ctx, at, parts, runner)
-        self._incoming = Incoming(
-            ctx, at, membership, microbatches, runner, forks, rollback, parts, self.reporting, early
-        )
+        self._incoming = Incoming(ctx, at, membership, microbatches, runner, forks, rollback, parts, self.reporting)
         ctx.net.serve(StopRun.KIND, self._answer_stop)
 
     async def run(self) -> bool:
