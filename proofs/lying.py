@@ -13,7 +13,7 @@ from muletrain.runtime.checkpoint.messages import PartReady
 from muletrain.runtime.core.blocks import AskBlocks
 from muletrain.runtime.members.messages import Acquaintances, Introduce, Member, Suspected
 from muletrain.runtime.members.row import RoundEntry, Row, Seal, ShardFacts, StageEntry, Statements, Sync
-from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
+from muletrain.runtime.microbatch.messages import Backward, Forward, Gap, Lost, Room, TrainerDone, Why
 from muletrain.runtime.peer.messages import Presence
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
 from muletrain.runtime.step.record import StepRecord
@@ -102,13 +102,13 @@ class Liar:
         for lie in self._frames(frame.message):
             await self._network.send(peer, lie.frame(), channel=lie.CHANNEL, timeout_s=how["timeout_s"])
         message: Any = frame.message
-        withheld = self.how == "work" and isinstance(message, Backward | Done | Lost)
+        withheld = self.how == "work" and isinstance(message, Backward | Lost)
         if withheld or (
             self.how == "idle" and isinstance(message, Forward) and message.trainer == self._network.peer_id
         ):
             self._kept.add(message.index)
             return 0
-        if self.how == "fast" and isinstance(message, Backward | Done):
+        if self.how == "fast" and isinstance(message, Backward):
             await asyncio.sleep(1.5)
         if isinstance(message, Statements) and message.seal is not None:
             self._past[message.step] = message.lineage
@@ -135,7 +135,7 @@ class Liar:
             if self.how == "full" and isinstance(forward := frame.message, Forward) and sender != self._network.peer_id:
                 at: dict[str, Any] = {**forward.identity(), "stage": forward.stage}
                 step = forward.step
-                for lie in (Busy(**at, full=True), Room(**at), Presence(lineage=forward.lineage, step=step)):
+                for lie in (Lost(**at, why=Why.FULL), Room(**at), Presence(lineage=forward.lineage, step=step)):
                     await self._network.send(sender, lie.frame(), channel=lie.CHANNEL, timeout_s=10.0)
                 return
             if self.how == "alone" and isinstance(frame.message, Forward):
@@ -199,7 +199,7 @@ class Liar:
 
     def _frames(self, message: Any) -> list[Message]:
         """Told beside ``message``."""
-        if self.how == "done" and isinstance(message, Forward | Backward | Done):
+        if self.how == "done" and isinstance(message, Forward | Backward):
             everything = tuple(range(self._microbatches))
             return [
                 TrainerDone(
@@ -226,7 +226,7 @@ class Liar:
             return message.model_copy(update={"seal": self._alone(message.seal)}).frame()
         if self.how == "chunks" and isinstance(message, Shard | Reduced):
             return message.frame([encode_raw(b"no gradient")])
-        if self.how == "fast" and isinstance(message, Backward | Done):
+        if self.how == "fast" and isinstance(message, Backward):
             return message.model_copy(update={"busy_s": 0.0, "away_s": 1e6}).frame(frame.tensors)
         if self.how == "parts" and isinstance(message, PartReady):
             return message.model_copy(update={"digest": self._rng.randbytes(32)}).frame(frame.tensors)

@@ -16,7 +16,7 @@ import safetensors.torch
 from muletrain.policy.deadline import CEILING_S
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.times import PATIENCE_S
-from muletrain.runtime.peer.peer_host import PeerHost
+from muletrain.runtime.peer.reporting import PeerHost
 from muletrain.runtime.transfer.donor import MAX_COPIES
 from proofs.scenario import FOR_EVER_S, stage_of
 

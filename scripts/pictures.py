@@ -295,7 +295,7 @@ def sequence() -> Picture:
         p.text(x, 22, name, "h")
         p.line(x, 34, x, p.height - 12, tip=False, dashed=True)
     p.text(210, 44, "trains", "s")
-    colours = {"forward": "a", "backward": "c", "done": "c", "trainer_done": "c", "seal": "d", "entry": "d"}
+    colours = {"forward": "a", "backward": "c", "trainer_done": "c", "seal": "d", "entry": "d"}
     for k, ((s, sender, kind, index), receivers) in enumerate(rows.items()):
         y, ink = 62 + 20 * k, f"l{colours.get(kind, 'b')}"
         p.text(58, y + 4, f"{s:.3f} s", "s", "end")

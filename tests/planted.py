@@ -18,7 +18,7 @@ from muletrain.runtime.members.row import ShardFacts
 from muletrain.runtime.microbatch import trainer
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.inflight import Ledger
-from muletrain.runtime.microbatch.survey import Survey
+from muletrain.runtime.microbatch.position import Survey
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery import forks as lineages

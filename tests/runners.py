@@ -32,13 +32,10 @@ class _Nobody:
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **options: None
 
-    def unsafe(self) -> str | None:
-        return None
-
 
 def runner_of(ctx: Context) -> StepRunner:
     """At step 0."""
     nobody: Any = _Nobody()
     position = Position(ctx, 0, ctx.roster.genesis.lineage)
-    departure, log = Departure(ctx, nobody), GradientLog(ctx, 0)
+    departure, log = Departure(ctx, lambda: None), GradientLog(ctx, 0)
     return StepRunner(ctx, position, departure, log, nobody, nobody, nobody.begin_ahead, nobody.met, ctx.downloader())

@@ -37,11 +37,11 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.roster import Genesis, Member, Roster
 from muletrain.runtime.members.row import RoundEntry, Row, Seal, Statements, Sync, TiedEntry
-from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
+from muletrain.runtime.microbatch.messages import Backward, Forward, Gap, Lost, Room, TrainerDone, Why
 from muletrain.runtime.peer.incoming import KINDS as OF_A_PEER
 from muletrain.runtime.peer.messages import Presence, Report
 from muletrain.runtime.peer.peer import Peer
-from muletrain.runtime.peer.peer_host import PeerHost
+from muletrain.runtime.peer.reporting import PeerHost
 from muletrain.wire.codec import decode, encode, encode_ids, encode_raw
 from muletrain.wire.frame import Frame
 
@@ -119,10 +119,8 @@ def frames(stage: int, index: int) -> list[Frame]:
     return [
         Forward(**request, stage=stage, accumulate=(0, 1), gradient=stage > 0).frame([inputs, targets]),
         Backward(**request, stage=1, **answer).frame([encode(hidden, Codec.FP32)]),
-        Done(**request, stage=stage, **answer).frame(),
-        Busy(**request, stage=1, full=True).frame(),
         Room(**request, stage=1).frame(),
-        Lost(**request, stage=1, reason="no").frame(),
+        Lost(**request, stage=1, why=Why.GONE, reason="no").frame(),
         TrainerDone(**at, indices=(index,), losses=(5.0,)).frame(),
         Gap(**at, stage=stage, indices=few).frame(),
         Statements(**said, seal=Seal(**seal)).frame(),

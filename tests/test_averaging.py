@@ -184,7 +184,7 @@ def test_a_holder_that_is_frozen_is_given_up_soon_and_a_slow_one_is_not(frozen: 
         gives(giver, MeanGradient(entry, gradient), after_s=25.0)
         giver.net.serve(Sync.KIND, held)
         blocks = ctx.downloader()
-        await ctx.detector.measure("a", bytes(32), 0)
+        await ctx.detector.is_gone("a", bytes(32), 0)
         if frozen:
             hub.barriers.freeze("a")
             assert await fetch_gradient(ctx, blocks, entry, ["a"]) is None

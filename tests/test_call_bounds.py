@@ -301,13 +301,13 @@ def test_what_a_replica_holds_that_its_stage_goes_on_without_is_run_again(tmp_pa
         trainer, ignored = trainers[0], trainers[0]._ignored
         gap: dict[str, Any] = {"lineage": GENESIS.lineage, "step": 0, "stage": 1, "indices": ()}
         assert not ignored("last")
-        await trainer.on_gap("second", Gap(**gap, without=("last",)))
+        trainer.on_gap("second", Gap(**gap, without=("last",)))
         assert not ignored("last"), "the word of another stage is not enough"
-        await trainer.on_gap("third", Gap(**gap, without=("last",)))
+        trainer.on_gap("third", Gap(**gap, without=("last",)))
         assert ignored("last")
         assert trainer._left_out((0, 1)) == ("last",)
         assert not ignored("third")
-        await trainer.on_gap("third", Gap(**gap))
+        trainer.on_gap("third", Gap(**gap))
         assert not ignored("last"), "what was said last counts"
         await ended(target)
 

@@ -24,7 +24,7 @@ from muletrain.events import (
     SteppedBack,
 )
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.microbatch.messages import Busy
+from muletrain.runtime.microbatch.messages import Lost, Why
 from muletrain.runtime.step.record import StepRecord
 from muletrain.runtime.step.runner import StepRunner
 from proofs import draws, reference
@@ -178,7 +178,7 @@ def test_room_for_one_request_at_a_time_slows_the_run_and_changes_no_number(
     right = Context.send
 
     async def send(self: Context, peer: str, message: Any, *args: Any, **more: Any) -> None:
-        refused.extend([message] if isinstance(message, Busy) else [])
+        refused.extend([message] if isinstance(message, Lost) and message.why is Why.FULL else [])
         await right(self, peer, message, *args, **more)
 
     monkeypatch.setattr(Context, "send", send)

@@ -14,6 +14,7 @@ import torch
 
 from muletrain.errors import MuletrainError
 from muletrain.events import FaultInjected
+from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.microbatch.messages import Gap
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.sim.loop import run_virtually
@@ -127,7 +128,9 @@ def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
         def __init__(self) -> None:
             self._refilling, self._lacking, self._repairs, self._begun = set(), defaultdict(set), set(), {}
             roster: Any = SimpleNamespace(member=lambda _: SimpleNamespace(stage=1))
-            self._ctx: Any = SimpleNamespace(roster=roster)
+            self.work = Tasks()
+            self._ctx: Any = SimpleNamespace(roster=roster, spawn=self.work.spawn)
+            self._step, self._tasks = 0, {}
 
         def _is_mine(self, index: int, turn: int = 0) -> bool:
             return True
@@ -137,9 +140,11 @@ def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
             raise MuletrainError("could not be finished in 60 tries")
 
     async def repaired() -> int:
+        trainer = Alone()
+        trainer.on_gap("peer", Gap(lineage=bytes(32), step=0, stage=0, indices=(1, 60)))
         with pytest.raises(MuletrainError):
-            await Alone().on_gap("peer", Gap(lineage=bytes(32), step=0, stage=0, indices=(1, 60)))
-        await asyncio.sleep(0.1)
+            await trainer.work.failure
+        await trainer.work.close()
         return len(asyncio.all_tasks())
 
     assert run_virtually(repaired(), 100.0, []) == 1, "this one"

@@ -26,7 +26,7 @@ from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.messages import Acquaintances, Introduce, Member
 from muletrain.runtime.peer.messages import Presence
-from muletrain.runtime.peer.peer_host import PeerHost
+from muletrain.runtime.peer.reporting import PeerHost
 from muletrain.runtime.recovery.messages import AskStanding, StandsAt, StepBack
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.runner import StepRunner

@@ -17,7 +17,7 @@ from muletrain.network.base import PeerId
 from muletrain.runtime.averaging.messages import Shard
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.members.row import Row, Sync
-from muletrain.runtime.microbatch.messages import Backward, Done, Gap, Lost
+from muletrain.runtime.microbatch.messages import Backward, Gap, Lost
 from muletrain.runtime.peer.messages import Presence
 from muletrain.runtime.recovery.messages import AskStanding, StandsAt
 from muletrain.wire.codec import decode, encode, encode_ids, encode_raw
@@ -146,7 +146,7 @@ def test_a_gradient_or_a_chunk_of_another_kind_is_refused_at_the_door(tmp_path: 
         for gradient in wrong:
             await target.send(owing, Backward(**request, stage=1, loss=1.0, busy_s=0.0, away_s=0.0).frame([gradient]))
             await target.handled()  # what is sent before that is lost with the stream
-        await target.send(owing, Done(**request, stage=1, loss=1.0, busy_s=0.0, away_s=0.0).frame())  # without one
+        await target.send(owing, Backward(**request, stage=1, loss=1.0, busy_s=0.0, away_s=0.0).frame())  # without one
         for chunk in (encode(torch.zeros(9), Codec.FP16), encode(torch.zeros(3, 3), Codec.FP32)):
             await target.send("second", Shard(round=bytes(32), step=0, chunk=0).frame([chunk]))
             await target.handled()

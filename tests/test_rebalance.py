@@ -317,7 +317,7 @@ def test_a_peer_serves_on_while_the_weights_come(problem: str) -> None:
     async def scenario() -> None:
         begun = clock.now()
         slow = Slow(clock, problem)
-        assert await Rebalancer(ctx, slow, slow)._prepared(0) == (None if problem else 0)
+        assert await Rebalancer(ctx, slow, slow.load, slow.move)._prepared(0) == (None if problem else 0)
         assert clock.now() - begun == pytest.approx(7.0)
 
     virtually(scenario())

@@ -17,8 +17,7 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.members.row import Row, Sync
-from muletrain.runtime.microbatch.position import Position
-from muletrain.runtime.microbatch.survey import Survey
+from muletrain.runtime.microbatch.position import Position, Survey
 from muletrain.sim.loop import run_virtually
 from proofs.play import play
 from proofs.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario

@@ -297,7 +297,8 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
             meter=SimpleNamespace(absences=0),
             spawn=lambda serving, name: asyncio.create_task(serving),
         )
-        pipeline = StageServer(ctx, cast("Any", SimpleNamespace(computing=lambda step: work)), None, cast("Any", None))
+        nothing = cast("Any", None)
+        pipeline = StageServer(ctx, cast("Any", SimpleNamespace(computing=lambda step: work)), None, nothing, nothing)
         pipeline.expects = lambda *_: None  # type: ignore[method-assign]
         forward = Forward(
             lineage=bytes(32),
@@ -323,30 +324,25 @@ def test_of_frames_that_come_early_no_more_are_kept_than_there_is_room_for(monke
     monkeypatch.setattr(incoming, "LIMIT", 3)
     kept = incoming.EarlyFrames(capacity=2)
     for step in (5, 4, 6, 7):
-        kept.keep("a", Frame("statements", {"step": step}), step)
-    kept.forget(before=5)
-    kept.keep("b", Frame("statements", {"step": 8}), 8)
-    assert [(sender, frame.header["step"]) for sender, frame in kept.take()] == [("a", 5), ("a", 6), ("b", 8)]
+        kept.keep("a", Frame("statements", {"step": step}))
+    assert [(sender, frame.header["step"]) for sender, frame in kept.take()] == [("a", 5), ("a", 4), ("a", 6)]
     assert kept.take() == []
     monkeypatch.setattr(incoming, "BYTES", 100)
     for step in (1, 2, 3):
-        kept.keep("a", Frame("shard", {"step": step}, [encode_raw(bytes(60))]), step)
-    kept.forget(before=2)
-    kept.keep("a", Frame("shard", {"step": "3"}, [encode_raw(bytes(60))]), 3)  # as a stranger may write it
-    kept.forget(before=3)
+        kept.keep("a", Frame("shard", {"step": step}, [encode_raw(bytes(60))]))
     assert len(kept.take()) == 1
     for sender in "abc":
-        kept.keep(sender, Frame("shard", {"step": 1}, [encode_raw(bytes(50))]), 1)
+        kept.keep(sender, Frame("shard", {"step": 1}, [encode_raw(bytes(50))]))
     assert [sender for sender, _ in kept.take()] == ["a", "b"]
 
 
 def test_of_frames_that_come_early_one_sender_takes_no_room_from_others() -> None:
     kept = incoming.EarlyFrames(capacity=2)
     for step in range(incoming.LIMIT):
-        kept.keep("a", Frame("gap", {"step": step}), step)
-        kept.keep("a", Frame("forward", {"step": step}, [encode_raw(bytes(60))]), step)
-    kept.keep("b", Frame("gap", {"step": 1}), 1)
-    kept.keep("b", Frame("forward", {"step": 1}, [encode_raw(bytes(60))]), 1)
+        kept.keep("a", Frame("gap", {"step": step}))
+        kept.keep("a", Frame("forward", {"step": step}, [encode_raw(bytes(60))]))
+    kept.keep("b", Frame("gap", {"step": 1}))
+    kept.keep("b", Frame("forward", {"step": 1}, [encode_raw(bytes(60))]))
     assert Counter(sender for sender, _ in kept.take()) == {"a": incoming.NOTICES + 2, "b": 2}
 
 

@@ -30,11 +30,11 @@ def test_where_answers_meet_queues_a_suspicion_allows_for_one_that_we_cannot_mea
 
         group["b"][0].net.serve(Sync.KIND, answer)
         for _ in range(10):
-            await detector.measure("b", bytes(32), 0)
+            await detector.is_gone("b", bytes(32), 0)
         idle_s = detector.suspicion_s("b")
         waits_s[0] = 0.06
         for _ in range(12):
-            await detector.measure("b", bytes(32), 0)
+            await detector.is_gone("b", bytes(32), 0)
         assert idle_s < 0.5, "a death is noticed as soon as before"
         assert detector.suspicion_s("b") >= idle_s + QUEUES * BURST_S
 

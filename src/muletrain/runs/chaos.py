@@ -271,7 +271,7 @@ class Points:
         self._waiting.append((int(step), phase, FaultInjected.from_json(event)))
 
     def reached(self, phase: Phase, step: int) -> None:
-        """The peer is at ``phase`` of ``step``, counted from 0 (``members.context.Chaos``)."""
+        """The peer is at ``phase`` of ``step``, counted from 0 (``Context.reached``)."""
         for waiting in [w for w in self._waiting if w[1] == phase and w[0] <= step + 1]:
             self._waiting.remove(waiting)
             event = dataclasses.replace(waiting[2], step=step)

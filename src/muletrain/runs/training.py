@@ -19,7 +19,7 @@ from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.peer.peer import Peer
-from muletrain.runtime.peer.peer_host import PeerHost
+from muletrain.runtime.peer.reporting import PeerHost
 from muletrain.runtime.peer.service import Service
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Training:
         ctx = Context.at_stage(
             links, host.clock, compute, roster, plan, emit, Tasks(), draw, self._of_pool, host.blocks
         )
-        ctx.chaos = self._points
+        ctx.reached = self._points.reached
         source = facts.source(cache) if cache is not None else None if sharing is None else sharing.source
         heldout = None if cache is None else facts.heldout(cache)
         for samples in (source, heldout):

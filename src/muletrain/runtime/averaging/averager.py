@@ -273,7 +273,7 @@ class Averager:
                     round=round_.id, step=round_.step, chunk=number, square_norm=chunk.square_norm, finite=chunk.finite
                 )
                 await asyncio.gather(*(self._send(m, message, sent) for m in others))
-            self._ctx.chaos.reached("averaging", round_.step)
+            self._ctx.reached("averaging", round_.step)
         return self.shards[round_.id][me]
 
     async def _collect(self, round_: Round, owner: PeerId, result: Tensor) -> ShardFacts:

@@ -4,7 +4,7 @@
 - ``detector``: marks peers as suspected, overdue, down or back.
 - ``watchdog``: an operation of this peer's own device that hangs.
 - ``context``: shared by all actors of one peer: network, clock, compute, roster, plan, detector.
-- ``rebalancing``: moving to another stage. ``machine``: what a stage needs here. ``leaving``: leaving in order.
+- ``rebalancing``: moving to another stage, and what a stage needs here. ``leaving``: leaving in order.
 
 Every room may read the roster. Other rooms mark peers down or back only through ``FailureDetector``; ``Membership``
 admits members, and ``peer`` notes moves, departures and expulsions.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from muletrain.errors import NetworkError
 from muletrain.events import FrameRefused, SlotWorked
@@ -44,21 +44,6 @@ TRAFFIC: dict[str, TrafficClass] = {
 """Class of traffic of a frame kind, for byte counts; all other kinds are control."""
 
 
-class Chaos(Protocol):
-    """The faults that ``--chaos`` injects into this peer."""
-
-    def reached(self, phase: Phase, step: int) -> None:
-        """The peer is at ``phase`` of ``step``, counted from 0: a fault may hit the peer now."""
-        ...
-
-
-class NoChaos:
-    """No fault is injected."""
-
-    def reached(self, phase: Phase, step: int) -> None:
-        """See ``Chaos``."""
-
-
 @dataclass
 class Context:
     """The shared context of one peer's actors."""
@@ -72,7 +57,8 @@ class Context:
     tasks: Tasks = field(default_factory=Tasks)
     news: News = field(default_factory=News)
     """Wakes waits after events on which waits may depend."""
-    chaos: Chaos = field(default_factory=NoChaos)
+    reached: Callable[[Phase, int], None] = lambda phase, step: None
+    """This peer is at a phase of a step, counted from 0: a fault of ``--chaos`` may hit the peer now."""
     meter: Meter = field(default_factory=Meter)
     helpers: Callable[[], int] | None = None
     """Counts the clients that compute for this peer, if the strategy has clients."""
@@ -136,7 +122,8 @@ class Context:
         limit_s = 2 * GONE_S  # other channels go first for long while 1 GB is averaged over a slow link
         sent = await self.net.send(peer, frame, channel=channel or message.CHANNEL, timeout_s=limit_s)
         if sent:
-            self.meter.stats.sent[peer][TRAFFIC.get(message.KIND, "control")] += sent
+            traffic = TRAFFIC.get(message.KIND, "control") if frame.tensors else "control"
+            self.meter.stats.sent[peer][traffic] += sent
         if tensors and (step := getattr(message, "step", None)) is not None:
             self.worked("send", message.KIND, begin, step, getattr(message, "index", -1))
 

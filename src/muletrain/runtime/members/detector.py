@@ -4,7 +4,7 @@ its part for long, whatever it answers. A peer that is *down* is not counted on 
 
 Suspicion changes routing alone. A peer is marked down when unreachable, or on missing the patient deadline of a
 question while nothing else comes from the peer either (the two levels of SWIM, Das et al. 2002). A peer that owes
-answers about microbatches is asked by ``microbatch.pending``.
+answers about microbatches is asked by ``microbatch.dispatcher``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import math
 import statistics
 from collections import Counter, defaultdict, deque
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
@@ -27,7 +27,7 @@ from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.row import Row, Sync
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Iterator
+    from collections.abc import Callable, Coroutine, Iterable, Iterator
 
     from muletrain.clock import Clock
     from muletrain.events import Event
@@ -64,34 +64,6 @@ class Services(Protocol):
     async def tell(self, peers: tuple[PeerId, ...], message: Message) -> None: ...
 
 
-class Routes(Protocol):
-    """Requests to peers, some of which another peer must answer after a suspicion."""
-
-    def on_suspected(self, peer: PeerId, why: str) -> None:
-        """``peer`` is suspected from now on, or overdue."""
-        ...
-
-
-class Branches(Protocol):
-    """This peer's knowledge of the run's branches."""
-
-    def met(self, peer: PeerId, branch: bytes) -> None:
-        """``peer`` answered from ``branch``, which differs from ours."""
-        ...
-
-
-class Reader(Protocol):
-    """Takes in what peers say of themselves (``step.runner``)."""
-
-    def known(self, peer: PeerId, lineage: bytes, step: int) -> int:
-        """The version of the statements of ``peer`` that are known here; 0: none."""
-        ...
-
-    def hear(self, peer: PeerId, lineage: bytes, step: int, row: Row) -> None:
-        """``peer`` answered a question about ``step`` with ``row``."""
-        ...
-
-
 class FailureDetector:
     """The failure detector of one peer: the only judge of suspected, down and back."""
 
@@ -102,9 +74,14 @@ class FailureDetector:
         times (imports, garbage collection)."""
         self.suspected: set[PeerId] = set()
         self._overdue = Overdue()
-        self._routes: list[Routes] = []
-        self._branches: Branches | None = None
-        self._reader: Reader | None = None
+        self.routes: list[Callable[[PeerId, str], None]] = []
+        """Each is told of a peer that is suspected from now on, or overdue, and why: another peer must answer requests."""
+        self.met: Callable[[PeerId, bytes], None] = lambda peer, branch: None
+        """Is told of each peer that answers from another branch (``Rollback``)."""
+        self.known: Callable[[PeerId, bytes, int], int] = lambda peer, lineage, step: 0
+        """Returns the version of the statements of a peer that are known here (``StepRunner``); 0: none."""
+        self.hear: Callable[[PeerId, bytes, int, Row], None] = lambda peer, lineage, step, row: None
+        """Takes in every answer (``StepRunner``), so that no question leaves a lost notice unknown."""
         self._usual: dict[PeerId, Usual] = {}
         """Usual answer times of each peer, for suspicions."""
         self._waited_s: deque[float] = deque(maxlen=RECENT)
@@ -123,24 +100,11 @@ class FailureDetector:
         each question would fail like the previous where all peers are slow, as on cores that fleets share (RFC 6298,
         5.5)."""
 
-    def add_routes(self, routes: Routes) -> None:
-        """Tell ``routes`` of every suspicion from now on."""
-        self._routes.append(routes)
-
-    def add_branches(self, branches: Branches) -> None:
-        """Tell ``branches`` of every peer that answers from another branch."""
-        self._branches = branches
-
-    def add_reader(self, reader: Reader) -> None:
-        """Pass every answer to ``reader`` from now on, so that no question leaves a lost notice unknown."""
-        self._reader = reader
-
     async def probe(
         self,
         peer: PeerId,
         lineage: bytes,
         step: int,
-        attempt: int = 0,
         *,
         hearsay: bool = False,
         brief: bool = False,
@@ -149,10 +113,10 @@ class FailureDetector:
         """Ask a peer for its row (``Sync``), and suspect the peer if the answer takes longer than usual. Without an
         answer in time, mark the peer down and return None; but while anything still comes from the peer, ask again a
         few times. ``hearsay``: other peers suspect the peer already, and need no notice."""
-        with self._suspecting(peer, lineage, step, attempt, hearsay):
+        with self._suspecting(peer, lineage, step, hearsay):
             for again in range(MAX_AGAIN + 1):
                 try:
-                    row = await self._sync(peer, lineage, step, attempt, brief=brief, record=record)
+                    row = await self._sync(peer, lineage, step, brief=brief, record=record)
                     break
                 except DeadlineExceeded as e:
                     if again == MAX_AGAIN or self.silent_s(peer) > LAG_S:
@@ -179,7 +143,7 @@ class FailureDetector:
         return row
 
     @contextmanager
-    def _suspecting(self, peer: PeerId, lineage: bytes, step: int, attempt: int, hearsay: bool) -> Iterator[None]:
+    def _suspecting(self, peer: PeerId, lineage: bytes, step: int, hearsay: bool) -> Iterator[None]:
         """Suspect ``peer`` once its answer is late and nothing else comes from ``peer`` either."""
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
@@ -191,7 +155,7 @@ class FailureDetector:
             else:
                 self._suspect(peer, lineage, step, hearsay)
 
-        timer = loop.call_later(self.suspicion_s(peer, attempt), late)
+        timer = loop.call_later(self.suspicion_s(peer), late)
         try:
             yield
         finally:
@@ -222,8 +186,8 @@ class FailureDetector:
             self._peer.spawn(self._peer.tell(others, Suspected(lineage=lineage, step=step, peer=peer)), "suspected")
 
     def _route_around(self, peer: PeerId, why: str) -> None:
-        for routes in self._routes:
-            routes.on_suspected(peer, why)
+        for tell in self.routes:
+            tell(peer, why)
 
     def note_overdue(self, peer: PeerId, step: int) -> None:
         """``peer`` has not done its part in ``step`` for long, whatever the reason, and whatever ``peer`` reports: other
@@ -255,30 +219,20 @@ class FailureDetector:
             await self._peer.clock.sleep(pause_s(times))
 
     async def is_gone(self, peer: PeerId, lineage: bytes, step: int) -> bool:
-        """Returns True if ``peer`` is unreachable, which is stronger evidence than a missing answer."""
+        """Ask ``peer`` once, which measures the time of an answer and marks nobody down. Returns True if ``peer`` is
+        unreachable, which is stronger evidence than a missing answer."""
         try:
             await self._sync(peer, lineage, step, brief=True)
-        except PeerUnreachable:
-            return True
-        except NetworkError:
-            return False
+        except NetworkError as e:
+            return isinstance(e, PeerUnreachable)
         return False
 
-    async def measure(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """Measure the answer time of ``peer`` before any missed answer. A peer that does not answer yet is not marked
-        down."""
-        with suppress(NetworkError):
-            await self._sync(peer, lineage, step, brief=True)
-
-    async def _sync(
-        self, peer: PeerId, lineage: bytes, step: int, attempt: int = 0, *, brief: bool = False, record: bool = False
-    ) -> Row:
-        known = 0 if self._reader is None else self._reader.known(peer, lineage, step)
-        stage = self._peer.roster.own.stage
+    async def _sync(self, peer: PeerId, lineage: bytes, step: int, *, brief: bool = False, record: bool = False) -> Row:
+        known, stage = self.known(peer, lineage, step), self._peer.roster.own.stage
         ask = Sync(lineage=lineage, step=step, stage=stage, known=known, brief=brief, record=record)
         begin, alarms = self._peer.clock.now(), self._alarms[peer]
         waits = alarms if (lives := self._peer.roster.is_alive(peer)) else 0
-        limit_s = self.deadline.seconds(attempt + waits) + self._peer.net.queued_s(peer)
+        limit_s = self.deadline.seconds(waits) + self._peer.net.queued_s(peer)
         try:
             row = await ask.ask(self._peer.net, peer, timeout_s=limit_s)
         except DeadlineExceeded:
@@ -294,11 +248,9 @@ class FailureDetector:
             self._usual[peer].measured(took_s)
             self._waited_s.append(took_s - self._usual[peer].fastest_s)
         if row.branch != branch_of(lineage):
-            if self._branches is not None:
-                self._branches.met(peer, row.branch)
+            self.met(peer, row.branch)
             return row.model_copy(update={"current": False, "step": 0, "lineage": b"", "rival": False})
-        if self._reader is not None:
-            self._reader.hear(peer, lineage, step, row)
+        self.hear(peer, lineage, step, row)
         return row
 
     def worth_a_try(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:

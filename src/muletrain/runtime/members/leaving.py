@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from muletrain.events import LeavePutOff
 from muletrain.runtime.core.times import GONE_S, pause_s
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from muletrain.runtime.members.context import Context
 
 TAKING = 2
@@ -24,19 +26,12 @@ TAKING = 2
 deadlines before taking our state."""
 
 
-class Unsaved(Protocol):
-    """Work of this peer that no other peer has yet (``checkpoint.checkpointing``)."""
-
-    def unsafe(self) -> str | None:
-        """Describes the loss if this peer left now; None: no loss."""
-        ...
-
-
 class Departure:
     """This peer's wishes to leave, or to end the run for all peers. ``Peer`` writes both."""
 
-    def __init__(self, ctx: Context, unsaved: Unsaved) -> None:
-        self._ctx, self._unsaved = ctx, unsaved
+    def __init__(self, ctx: Context, unsafe: Callable[[], str | None]) -> None:
+        """``unsafe`` describes work of this peer that would be lost if the peer left now; None: there is none."""
+        self._ctx, self._unsafe = ctx, unsafe
         self.wanted = False
         self.stop_requested = False
         """The run should end after the current step."""
@@ -47,7 +42,7 @@ class Departure:
         staying."""
         if not self.wanted:
             return False
-        reason = self._ctx.roster.needs_us() or self._unsaved.unsafe()
+        reason = self._ctx.roster.needs_us() or self._unsafe()
         if reason is not None and reason != self._told:
             self._ctx.emit(LeavePutOff(name=self._ctx.roster.own.name, reason=reason))
         self._told = reason

@@ -14,7 +14,7 @@ import math
 from collections import deque
 from contextlib import suppress
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,10 +24,11 @@ from muletrain.policy.assignment import Load, View
 from muletrain.policy.rebalance import Confirmed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from muletrain.network.base import PeerId
     from muletrain.runtime.core.meter import StepStats
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.machine import Machine
 
 SAMPLES = 20
 """Samples of the queue in a period."""
@@ -55,27 +56,38 @@ class Announcement(BaseModel):
     prepares_s: Annotated[tuple[Positive, ...], Field(max_length=4096)] = ()
 
 
-class Mover(Protocol):
-    """The peer that may serve another stage."""
+class Machine:
+    """The machine of one peer. This base class has memory for every stage."""
 
-    def load(self) -> int:
-        """Number of requests that the peer holds."""
-        ...
+    def fits(self, stage: int) -> bool:
+        """Does the memory of this machine have room for ``stage``?"""
+        return True
 
-    def move(self, stage: int | None) -> None:
-        """Go to ``stage`` after the current step; None: stay."""
-        ...
+    def prepares_s(self, stage: int) -> float:
+        """About how many seconds ``prepare`` takes; 0: nothing lacks."""
+        return 0.0
+
+    async def prepare(self, stage: int) -> None:
+        """Fetch what ``stage`` needs beside its state. Raises MuletrainError."""
+
+    def memory(self) -> int:
+        """Memory that the process has now, of its device [bytes]; 0: unknown."""
+        return 0
 
 
 class Rebalancer:
     """Decides for one peer."""
 
-    def __init__(self, ctx: Context, machine: Machine, mover: Mover) -> None:
-        self._ctx, self._machine, self._mover = ctx, machine, mover
+    def __init__(
+        self, ctx: Context, machine: Machine, load: Callable[[], int], move: Callable[[int | None], None]
+    ) -> None:
+        """``load``: returns the number of requests that the peer holds; ``move``: has the peer go to a stage after the
+        current step, or stay (None)."""
+        self._ctx, self._machine, self._load, self._move = ctx, machine, load, move
         self._services: deque[tuple[float, float]] = deque(maxlen=MAX_SERVICES)
         self._confirmed = Confirmed()
         self.settled = True
-        """False until this peer serves its stage; ``Peer`` writes the value."""
+        """False until this peer serves its stage, and when people have it move."""
 
     def count(self, stats: StepStats) -> None:
         """Count the microbatches of a step."""
@@ -98,7 +110,7 @@ class Rebalancer:
             queued = 0
             for k in range(SAMPLES):
                 await ctx.clock.sleep(period / SAMPLES)
-                queued += self._mover.load()
+                queued += self._load()
                 if k == SAMPLES // 2:
                     await self._announce(queued / (k + 1), ctx.roster.own.stage)
             if not self.settled:
@@ -106,7 +118,7 @@ class Rebalancer:
             target = await self._decide(queued / SAMPLES)
             if target is not None and self._machine.prepares_s(target):
                 target = await self._prepared(target)
-            self._mover.move(target)
+            self._move(target)
             if target is not None:
                 await self._announce(0.0, target)
 

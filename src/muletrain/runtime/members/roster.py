@@ -273,16 +273,13 @@ class Roster:
             self._changed()
         return news
 
-    def left(self, peer: str) -> None:
-        """``peer`` has left in order, and is not asked any more."""
-        self._go(peer)
-
     def expel(self, peer: str) -> None:
         """``peer`` computed false gradients: nothing from this identity counts any more."""
-        self._go(peer)
+        self.left(peer)
         self._expelled.add(peer)
 
-    def _go(self, peer: str) -> None:
+    def left(self, peer: str) -> None:
+        """``peer`` has left in order, and is not asked any more."""
         if peer in self._members:
             self._doubted.discard(peer)
             self._dead.pop(peer, None)

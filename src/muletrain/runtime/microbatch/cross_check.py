@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.microbatch.dispatcher import Dispatcher
+    from muletrain.runtime.microbatch.dispatcher import Answer, Dispatcher
     from muletrain.runtime.microbatch.messages import Forward
-    from muletrain.runtime.microbatch.pending import Answer
     from muletrain.wire.codec import Encoded
 
 REMEMBERED = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, ClassVar
 
 from pydantic import FailFast, Field
@@ -52,37 +53,44 @@ class Forward(Attempt):
 
 
 class Backward(Request):
-    """The gradient of a forward's output, back to the sender. ``busy_s``: the answering peer's own service time
-    (decoding, forward, backward); ``away_s``: the rest of the time that the peer held the request (queue, later
-    stages). The remainder of the sender's measured time is the way there and back."""
+    """The answer to a forward: the microbatch went through this stage and all later stages, and back where a gradient was
+    needed. With the gradient of the forward's output, unless the sender needs none, as a trainer. ``busy_s``: the
+    answering peer's own service time (decoding, forward, backward); ``away_s``: the rest of the time that the peer held
+    the request (queue, later stages). The remainder of the sender's measured time is the way there and back."""
 
     KIND: ClassVar[str] = "backward"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
-    TENSORS: ClassVar[int] = 1
+    MORE: ClassVar[int] = 1
     stage: Natural
     loss: float
     busy_s: Seconds
     away_s: Seconds
 
 
-class Done(Request):
-    """The microbatch went through this stage and all later stages, and back where a gradient was needed: the answer to
-    a sender that needs no gradient, such as a trainer."""
+class Why(StrEnum):
+    """Why no answer comes from a peer."""
 
-    KIND: ClassVar[str] = "done"
+    DOWN = "down"
+    """The peer is not to be reached, or misses every deadline."""
+    GONE = "gone"
+    """The peer lives, but will not finish the request: the peer is at an earlier step, its accumulator is sealed, the
+    computation failed, or the next stage cannot be reached."""
+    UNFINITE = "unfinite"
+    """The peer found that the microbatch does not stay finite."""
+    FULL = "full"
+    """The peer has no room now."""
+    AT_IT = "at_it"
+    """The peer is already at the microbatch."""
+
+
+class Lost(Request):
+    """The receiver of a forward did not admit the forward, or will not finish it. The sender keeps the request and tries
+    elsewhere, or later."""
+
+    KIND: ClassVar[str] = "lost"
     stage: Natural
-    loss: float
-    busy_s: Seconds
-    away_s: Seconds
-
-
-class Busy(Request):
-    """A forward was not admitted, since the queue is ``full``, or the receiver is already at that microbatch. The
-    sender keeps the request and tries elsewhere, or later."""
-
-    KIND: ClassVar[str] = "busy"
-    stage: Natural
-    full: bool
+    why: Why
+    reason: Text = ""
 
 
 class Room(Request):
@@ -90,16 +98,6 @@ class Room(Request):
 
     KIND: ClassVar[str] = "room"
     stage: Natural
-
-
-class Lost(Request):
-    """The receiver will not finish a forward: the receiver is at an earlier step, its accumulator is sealed, the
-    computation failed, or the next stage cannot be reached. ``unfinite``: the inputs or outputs are not finite."""
-
-    KIND: ClassVar[str] = "lost"
-    stage: Natural
-    reason: Text
-    unfinite: bool = False
 
 
 class TrainerDone(Message):

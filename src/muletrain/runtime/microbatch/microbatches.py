@@ -9,8 +9,8 @@ import torch
 from muletrain.errors import ProtocolError
 from muletrain.runtime.microbatch.dispatcher import Dispatcher
 from muletrain.runtime.microbatch.messages import Room
+from muletrain.runtime.microbatch.position import Survey
 from muletrain.runtime.microbatch.stage_server import StageServer
-from muletrain.runtime.microbatch.survey import Survey
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.microbatch.validator import Validator, claimant_of, validator_of
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
-    from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
+    from muletrain.runtime.microbatch.messages import Backward, Forward, Gap, Lost, TrainerDone
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.microbatch.trainer import Source
     from muletrain.runtime.microbatch.validator import Heldout
@@ -40,15 +40,17 @@ class Microbatches:
         stage = ctx.roster.own.stage
         self._onwards = Dispatcher(ctx, stage + 1, self.survey) if stage + 1 < ctx.plan.stages else None
         self._inwards = Dispatcher(ctx, 0, self.survey)
-        self.server = StageServer(ctx, position, self._onwards, self)
+        self._dispatchers = [self._inwards] if self._onwards is None else [self._onwards, self._inwards]
+        self.server = StageServer(ctx, position, self._onwards, self._check, self._elsewhere)
         self._trainers: dict[int, Trainer] = {}
         """The trainer of each step under way."""
 
     def begin(self, work: InFlightStep, *, retry: bool) -> None:
         """Begin to give out the microbatches of ``work``. ``retry``: this peer was away, so other peers may have begun
         some."""
+        self.server.end_over()
         if self._onwards is not None:
-            self._onwards.begin(self._position.under_way())
+            self._onwards.begin()
         if work.step in self._trainers:  # begun ahead; other trainers may be gone since
             self.take_over_orphans(work, late=False)
         elif self.source is not None:
@@ -56,11 +58,13 @@ class Microbatches:
             trainer = Trainer(self._ctx, self.source, self._inwards, self.survey, self._window(), work)
             self._trainers[work.step] = trainer
             if not retry:  # otherwise the step may be about to end
-                self._validate(trainer, work)
+                ctx = self._ctx
+                if ctx.plan.validates(work.step) and validator_of(ctx.roster) == ctx.net.peer_id:
+                    trainer.validate(Validator(ctx, self._heldout, self._inwards, work, self._window()))
             trainer.spawn(trainer.run_step(retry=retry), "trainer step")
 
-    def check(self, message: Forward, *sent: Tensor) -> None:
-        """See ``stage_server.Data``."""
+    def _check(self, message: Forward, *sent: Tensor) -> None:
+        """See ``StageServer.check``."""
         if self.source is None:
             return
         step, index = message.step, message.index
@@ -72,19 +76,13 @@ class Microbatches:
             if not alike:
                 raise ProtocolError(f"forward: microbatch {step}/{index} has other samples than the data of this peer")
 
-    async def elsewhere(self, work: InFlightStep, index: int) -> bool:
-        """See ``stage_server.Data``."""
+    async def _elsewhere(self, work: InFlightStep, index: int) -> bool:
+        """See ``StageServer.elsewhere``."""
         me, stage = self._ctx.net.peer_id, self._ctx.roster.own.stage
         missing, _ = await self.survey.still_missing(
             work.lineage, work.step, index, (stage,), self._inwards.trips.usual_s, me.__eq__
         )
         return not missing
-
-    def _validate(self, trainer: Trainer, work: InFlightStep) -> None:
-        """Measure the held-out loss of the step's weights, if due and this peer is the validator."""
-        ctx = self._ctx
-        if ctx.plan.validates(work.step) and validator_of(ctx.roster) == ctx.net.peer_id:
-            trainer.validate(Validator(ctx, self._heldout, self._inwards, work, self._window()))
 
     def train_too(self, source: Source) -> None:
         """This peer has got the data, and builds microbatches from now on, also of steps in flight."""
@@ -110,7 +108,7 @@ class Microbatches:
             return  # that step has not begun here; the sender repeats the message
         if gap.stage >= plan.stages or any(i >= plan.microbatches for i in gap.indices):
             raise ProtocolError("gap: a stage or microbatch that the step does not have")
-        trainer.spawn(trainer.on_gap(sender, gap), "gap")
+        trainer.on_gap(sender, gap)
 
     def end(self, last: int) -> None:
         """Give out no more microbatches of the steps up to ``last``."""
@@ -124,15 +122,13 @@ class Microbatches:
 
     def welcome(self, peer: PeerId) -> None:
         """``peer`` is back, and may get the next microbatches."""
-        for dispatcher in (self._onwards, self._inwards):
-            if dispatcher is not None:
-                dispatcher.welcome(peer)
+        for dispatcher in self._dispatchers:
+            dispatcher.welcome(peer)
 
     def on_broken(self, peer: PeerId) -> None:
         """A stream with ``peer`` ended."""
-        for dispatcher in (self._onwards, self._inwards):
-            if dispatcher is not None:
-                dispatcher.on_broken(peer)
+        for dispatcher in self._dispatchers:
+            dispatcher.on_broken(peer)
 
     def on_trainer_done(self, sender: PeerId, message: TrainerDone) -> None:
         """Note microbatches that a trainer reports as through. Raises ProtocolError for an invalid report."""
@@ -148,11 +144,13 @@ class Microbatches:
 
     def expects_gradient(self, sender: PeerId, message: Backward, tensors: list[Encoded]) -> None:
         """Check a gradient before reading. Raises ProtocolError."""
+        if not tensors:
+            return
         if self._onwards is None or message.stage != self._ctx.roster.own.stage + 1:
             raise ProtocolError(f"{message.KIND} from stage {message.stage}: no gradient was requested there")
         self._onwards.expects(sender, message, tensors)
 
-    def on_reply(self, sender: PeerId, message: Backward | Done | Busy | Lost | Room, frame: Frame) -> None:
+    def on_reply(self, sender: PeerId, message: Backward | Lost | Room, frame: Frame) -> None:
         """Pass answers from stage 0 to the trainer, and answers from the next stage to the stage server. Raises
         ProtocolError."""
         if self._onwards is not None and message.stage == self._ctx.roster.own.stage + 1:

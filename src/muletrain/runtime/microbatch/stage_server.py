@@ -11,7 +11,7 @@ import math
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from muletrain.compute.base import Microbatch
 from muletrain.compute.checks import check_sample_values, check_target_values, is_finite
@@ -23,7 +23,7 @@ from muletrain.policy.rooms import Turns
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.dispatcher import Unfinite
 from muletrain.runtime.microbatch.inflight import Accumulation, TooLate
-from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost, Room
+from muletrain.runtime.microbatch.messages import Backward, Forward, Lost, Room, Why
 from muletrain.wire.codec import decode, encode, sample_codecs
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from muletrain.policy.chaos import Phase
     from muletrain.runtime.core.messages import Request
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.microbatch.dispatcher import Dispatcher
+    from muletrain.runtime.microbatch.dispatcher import Answer, Dispatcher
     from muletrain.runtime.microbatch.inflight import InFlightStep
-    from muletrain.runtime.microbatch.pending import Answer
     from muletrain.runtime.microbatch.position import Position
     from muletrain.wire.codec import Encoded
     from muletrain.wire.frame import Frame
@@ -86,18 +85,6 @@ class _Job:
         return self.message.index >= self.work.microbatches
 
 
-class Data(Protocol):
-    """Knows the microbatches (``microbatches``)."""
-
-    def check(self, message: Forward, *sent: Tensor) -> None:
-        """Compare a trainer's samples with our own data, if we have any. Raises ProtocolError."""
-        ...
-
-    async def elsewhere(self, work: InFlightStep, index: int) -> bool:
-        """Does another replica have the microbatch?"""
-        ...
-
-
 @dataclass
 class StageServer:
     """Serves one stage."""
@@ -106,7 +93,10 @@ class StageServer:
     position: Position
     dispatcher: Dispatcher | None
     """Sends to the next stage; None on the last stage."""
-    data: Data
+    check: Callable[..., None]
+    """Compares samples of a forward with our own data, if we have any. Raises ProtocolError."""
+    elsewhere: Callable[[InFlightStep, int], Awaitable[bool]]
+    """Returns whether another replica has a microbatch."""
     _jobs: dict[tuple[int, int], _Job] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -140,9 +130,7 @@ class StageServer:
         if key in self._jobs and self._jobs[key].answers(sender, message):
             return
         if key in self._jobs or not room:
-            busy = Busy(**message.identity(), stage=message.stage, full=not room)
-            self.ctx.spawn(self._reply(sender, busy, []), "busy")
-            return
+            return self.decline(sender, message, why=Why.AT_IT if room else Why.FULL)
         if message.wanted and not work.ledger.takes(message.index):
             self.decline(sender, message, "its accumulator is sealed")
             return self._offer_room()
@@ -161,14 +149,18 @@ class StageServer:
             room = Room(**latest.identity(), stage=latest.stage)
             self.ctx.spawn(self._reply(sender, room, []), "room")
 
-    def decline(self, sender: PeerId, message: Forward, reason: str) -> None:
-        """Make ``sender`` choose another peer."""
-        lost = Lost(**message.identity(), stage=message.stage, reason=reason)
+    def decline(self, sender: PeerId, message: Forward, reason: str = "", why: Why = Why.GONE) -> None:
+        """Make ``sender`` choose another peer, or try again later."""
+        lost = Lost(**message.identity(), stage=message.stage, why=why, reason=reason)
         self.ctx.spawn(self._reply(sender, lost, []), "lost")
 
     def abandon(self) -> None:
         """Cancel requests of finished steps, which must not count for steps that begin again."""
         self._turns.clear()
+        self.end_over()
+
+    def end_over(self) -> None:
+        """Cancel requests of finished steps: their senders finish these steps without an answer."""
         for job in self._jobs.values():
             if job.task is not None and job.work.over:
                 job.task.cancel()
@@ -187,14 +179,8 @@ class StageServer:
         except MuletrainError as e:  # the sender still holds the activations, and chooses another peer
             if isinstance(e, ProtocolError):
                 self.ctx.refused(job.sender, f"{job.message.KIND}: {e}")
-            lost = Lost(
-                **job.message.identity(),
-                stage=job.message.stage,
-                reason=str(e)[:1000],
-                unfinite=isinstance(e, Unfinite),
-            )
-            await self._reply(job.sender, lost, [])
-            return
+            why = Why.UNFINITE if isinstance(e, Unfinite) else Why.GONE
+            return self.decline(job.sender, job.message, str(e)[:1000], why)
         finally:
             self.ctx.compute.discard(job.microbatch)
             self._release(job)
@@ -242,7 +228,7 @@ class StageServer:
             check_sample_values("forward", inputs, self.ctx.plan.vocab)
         check_target_values(targets, self.ctx.plan.targets, self.ctx.plan.vocab, heldout=job.heldout)
         if job.message.stage == 0 and job.message.trainer != self.ctx.net.peer_id and not job.heldout:
-            self.data.check(job.message, inputs, targets)
+            self.check(job.message, inputs, targets)
         if job.message.stage > 0 and not await self.ctx.compute.offload(is_finite, inputs):
             if not job.message.unfinite:
                 self.ctx.refused(job.sender, f"{job.message.KIND}: activations: not finite")
@@ -298,7 +284,7 @@ class StageServer:
         if "backward" in phases and job.absences != self.ctx.meter.absences:
             raise TooLate("this peer stood still")
         for phase in phases:
-            self.ctx.chaos.reached(phase, job.message.step)
+            self.ctx.reached(phase, job.message.step)
         job.begun = self.ctx.clock.now()
 
     async def _compute_backward(self, job: _Job, answer: Answer, sent: list[Encoded]) -> tuple[float, Encoded | None]:
@@ -338,7 +324,7 @@ class StageServer:
         while True:
             if job.absences != ctx.meter.absences:
                 job.absences = ctx.meter.absences
-                job.elsewhere = message.wanted and await self.data.elsewhere(job.work, message.index)
+                job.elsewhere = message.wanted and await self.elsewhere(job.work, message.index)
             job.work.check()
             wanted = message.wanted and not job.elsewhere
             with (
@@ -382,11 +368,8 @@ class StageServer:
         if self.ctx.plan.trace and not job.heldout:
             step, index = job.message.step, job.message.index
             self.ctx.emit(MicrobatchServed(step=step, index=index, stage=stage, busy_s=job.busy_s))
-        if gradient is None:
-            await self._reply(job.sender, Done(**identity, stage=stage, loss=loss, busy_s=job.busy_s, away_s=away), [])
-        else:
-            answer = Backward(**identity, stage=stage, loss=loss, busy_s=job.busy_s, away_s=away)
-            await self._reply(job.sender, answer, [gradient])
+        answer = Backward(**identity, stage=stage, loss=loss, busy_s=job.busy_s, away_s=away)
+        await self._reply(job.sender, answer, [] if gradient is None else [gradient])
 
     async def _reply(self, peer: PeerId, message: Request, tensors: list[Encoded]) -> None:
         try:

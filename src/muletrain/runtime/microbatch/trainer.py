@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.dispatcher import Dispatcher
     from muletrain.runtime.microbatch.inflight import InFlightStep
-    from muletrain.runtime.microbatch.survey import Survey
+    from muletrain.runtime.microbatch.position import Survey
     from muletrain.runtime.microbatch.validator import Validator
 
 MAX_TRIES = 60
@@ -36,8 +36,6 @@ The wait for the step bounds how long a stage may be empty."""
 MOST_AGAIN = 3
 """Checks of a microbatch in one repair: repeated requests may be lies, and our report that all microbatches are through
 waits for repairs."""
-MOST_ASKED = 4
-"""Most peers of a stage to probe for their absence: a partition may take hundreds at once."""
 
 R = TypeVar("R")
 
@@ -77,10 +75,6 @@ class Trainer:
         """Microbatches that we have not given out yet may have passed to other trainers likewise."""
         self._absences = ctx.meter.absences
         """Times that other peers may have believed us dead, before this step."""
-        self._down_before = self._down()
-        """Peers down before this step, which hold no microbatches of the step."""
-        self._silent: set[int] = set()
-        """Stages with a peer that was silent, but may come back, when we took microbatches over."""
         self._lacking: defaultdict[int, set[int]] = defaultdict(set)
         """By microbatch: the stages that lack it since its rerun began, or that may have lost it in flight. One rerun is
         for all of them. A stage of the present rerun may ask again: a replica may have dropped the microbatch since our
@@ -91,12 +85,8 @@ class Trainer:
         """Microbatches that were given out, and whether each is through."""
         self._repairs: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._without: defaultdict[int, dict[PeerId, tuple[PeerId, ...]]] = defaultdict(dict)
+        self._without: defaultdict[int, dict[PeerId, frozenset[PeerId]]] = defaultdict(dict)
         """By stage: the peers that each replica does not count on, by the replica's last message."""
-        self._gaps = 0
-        """Number of gaps received."""
-        self._counted: dict[int, tuple[tuple[int, int], Counter[PeerId]]] = {}
-        """By stage: the last inputs and result of ``_votes``."""
 
     def spawn(self, work: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
         """Run ``work`` until its end, or until the end of the step."""
@@ -122,8 +112,6 @@ class Trainer:
     async def take_over_orphans(self, *, late: bool = False) -> None:
         """See through the microbatches that fell to us when their trainer died. ``late``: all should be through by now;
         if no peer is at work, microbatches of live trainers pass on, too."""
-        if self._claims(self._work.missing(), 0):
-            self._silent = await self._silent_stages()
         await self._run(self._work.missing(), retry=True)
         if not late or not all(self._begun.values()):  # if our own are late, the stages are slow, not the trainers
             return
@@ -144,28 +132,20 @@ class Trainer:
             self._ctx.emit(OrphansTaken(step=self._step + 1, owners=", ".join(owners), microbatches=len(theirs)))
             await self._run(theirs, retry=True, turn=turn)
 
-    async def on_gap(self, sender: PeerId, gap: Gap) -> None:
+    def on_gap(self, sender: PeerId, gap: Gap) -> None:
         """A stage lacks microbatches: run our share again, for all stages that lack the same one. A microbatch still in
         flight follows as soon as it is through."""
         if self._ctx.roster.member(sender).stage == gap.stage:
-            self._without[gap.stage][sender] = gap.without
-            self._gaps += 1
-        mine = [i for i in gap.indices if self._is_mine(i, gap.turn)]
-        if gap.early:
-            mine = [i for i in mine if i in self._begun]
-        new = [i for i in mine if i not in self._refilling and (self._begun.get(i) or not gap.early)]
-        self._refilling.update(new)
-        for i in mine:
-            self._lacking[i].add(gap.stage)
-        repairs = [asyncio.create_task(self.refill(i)) for i in new]
-        self._repairs.update(repairs)
-        for repair in repairs:
-            repair.add_done_callback(self._repairs.discard)
-        try:
-            await asyncio.gather(*repairs)
-        finally:
-            for repair in repairs:  # one failure ends all repairs
-                repair.cancel()
+            self._without[gap.stage][sender] = frozenset(gap.without)
+        for index in gap.indices:
+            if not self._is_mine(index, gap.turn) or (gap.early and index not in self._begun):
+                continue
+            self._lacking[index].add(gap.stage)
+            if index not in self._refilling and (self._begun.get(index) or not gap.early):
+                self._refilling.add(index)
+                repair = self.spawn(self.refill(index), "refill")
+                self._repairs.add(repair)
+                repair.add_done_callback(self._repairs.discard)
 
     async def refill(self, index: int) -> None:
         """Run a microbatch again for the stages that lack it (``_lacking``), then for stages that asked meanwhile. All
@@ -185,7 +165,7 @@ class Trainer:
 
     async def _run(self, indices: Iterable[int], *, retry: bool, turn: int = 0) -> None:
         """Claim and see through our share of ``indices``, and tell all peers. Ends after
-        ``microbatch/dispatcher._from`` and ``microbatch/survey.still_missing`` of each microbatch, and
+        ``microbatch/dispatcher._from`` and ``microbatch/position.still_missing`` of each microbatch, and
         ``microbatch/trainer._whole`` of the first."""
         mine, stages = self._claims(indices, turn), tuple(range(self._ctx.plan.stages))
         self._claimed.update(mine)
@@ -236,7 +216,7 @@ class Trainer:
     ) -> float:
         """Try one microbatch until success. Returns the loss [nats/token]. ``retry``: some peer may already have the
         microbatch; ``asked``: no peer has the microbatch. Ends after ``microbatch/dispatcher._from`` and
-        ``microbatch/survey.still_missing``; while a stage is empty, only when cancelled with the step."""
+        ``microbatch/position.still_missing``; while a stage is empty, only when cancelled with the step."""
         loss: float | None = None
         async with self._windows[self._ctx.plan.strategy.lane(index)]:
             self._begun.setdefault(index, False)
@@ -263,14 +243,14 @@ class Trainer:
                 try:
                     return (await self._dispatcher.request(request, accumulate, tensors, gradient=False)).loss
                 except StageLost:  # the stage's peers may be at the previous step, or dead without our knowledge
-                    self._work.given.discard(index)
-                    await self._ctx.clock.sleep(pause_s(tries))
-                    tries += 1
-                    in_vain += all(map(self._ctx.roster.stage, range(self._ctx.plan.stages)))
-                    accumulate, loss = await self._still_missing(index, accumulate)
-                    self._dispatcher.refresh()
+                    pass
                 finally:
                     self._work.given.discard(index)
+                await self._ctx.clock.sleep(pause_s(tries))
+                tries += 1
+                in_vain += all(map(self._ctx.roster.stage, range(self._ctx.plan.stages)))
+                accumulate, loss = await self._still_missing(index, accumulate)
+                self._dispatcher.refresh()
         raise MuletrainError(
             f"step {self._step + 1}: microbatch {index} could not be finished in {MAX_TRIES} tries; {self._ctx.who_is_there()}"
         )
@@ -280,27 +260,16 @@ class Trainer:
     ) -> tuple[tuple[int, ...], float | None]:
         """See ``Survey.still_missing``. ``passed_on``: another trainer may have given the microbatch out, and may see
         it through."""
-        trips, silent = self._dispatcher.trips, self._silent if passed_on else ()
+        trips = self._dispatcher.trips
         patience_s = trips.long_s if passed_on else trips.usual_s
         return await self._survey.still_missing(
-            self._lineage, self._step, index, stages, patience_s, self._ignored, silent=silent, given=passed_on
+            self._lineage, self._step, index, stages, patience_s, self._ignored, given=passed_on
         )
-
-    def _down(self) -> set[PeerId]:
-        return {p for p in self._ctx.roster.everyone() if not self._ctx.roster.is_alive(p)}
-
-    async def _silent_stages(self) -> set[int]:
-        """The stages with a peer that went down in this step, and may come back."""
-        roster, detector, down = self._ctx.roster, self._ctx.detector, defaultdict[int, list[str]](list)
-        for peer in sorted(self._down() - self._down_before):
-            down[roster.member(peer).stage].append(peer)
-        stages = {p: stage for stage, peers in down.items() for p in peers[:MOST_ASKED]}
-        gone = await asyncio.gather(*(detector.is_gone(p, self._lineage, self._step) for p in stages))
-        return {stage for stage, never in zip(stages.values(), gone, strict=True) if not never}
 
     def _left_out(self, stages: tuple[int, ...]) -> tuple[PeerId, ...]:
         """Returns peers of ``stages`` that should compute a microbatch only if no other peer can."""
-        named = {s: {p for p in self._votes(s) if self._ignored(p)} for s in stages}
+        said = {s: {p for without in self._without[s].values() for p in without} for s in stages}
+        named = {s: {*filter(self._ignored, peers)} for s, peers in said.items()}
         # where each replica of a stage goes on without the others, none is better than another
         some = (ignored for s, ignored in named.items() if not ignored.issuperset(self._ctx.roster.stage(s)))
         return tuple(sorted(p for ignored in some for p in ignored)[:MAX_WITHOUT])
@@ -312,14 +281,5 @@ class Trainer:
         if not roster.knows(peer):
             return True
         stage = roster.member(peer).stage
-        others = len(roster.stage(stage)) - roster.is_alive(peer)
-        return 2 * self._votes(stage)[peer] > others
-
-    def _votes(self, stage: int) -> Counter[PeerId]:
-        """Returns how many replicas of ``stage`` do not count on a peer, counted once for all microbatches."""
-        said, roster = self._without[stage], self._ctx.roster
-        seen = roster.version, self._gaps
-        if stage not in self._counted or self._counted[stage][0] != seen:
-            live = roster.stage(stage) if said else ()
-            self._counted[stage] = seen, Counter(p for replica in live for p in {*said.get(replica, ())} - {replica})
-        return self._counted[stage][1]
+        others, said = {*roster.stage(stage)} - {peer}, self._without[stage]
+        return 2 * sum(peer in said[p] for p in others & said.keys()) > len(others)

@@ -3,8 +3,8 @@
 - ``peer``: the loop over steps. ``arrival``: a peer's way to the run's step: as a newcomer, from a checkpoint, after
   falling behind, or from another history. ``ending``: the end of the run.
 - ``incoming``: passes each accepted frame to its actor; early frames wait.
-- ``reporting``: reports applied steps, and stand-ins for absent planned peers.
-- ``peer_host``: the interface between a peer and its process.
+- ``reporting``: reports applied steps to the peer's process (``PeerHost``) and to the coordinator, and stand-ins for
+  absent planned peers.
 
 CONTRIBUTING ("How a step goes") names the files that run when a peer dies while its stage averages.
 

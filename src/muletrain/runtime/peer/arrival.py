@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.microbatch.microbatches import Microbatches
     from muletrain.runtime.microbatch.position import Behind, Position
-    from muletrain.runtime.peer.incoming import EarlyFrames
     from muletrain.runtime.recovery.forks import Forks
     from muletrain.runtime.recovery.messages import StepBack
     from muletrain.runtime.step.runner import StepRunner
@@ -53,12 +52,11 @@ class Arrival:
         forks: Forks,
         writer: PartWriter,
         microbatches: Microbatches,
-        early: EarlyFrames,
     ) -> None:
         self._ctx, self._position, self._life, self._runner = ctx, position, position.life, runner
         self._membership, self._receiver, self._forks = membership, receiver, forks
         self._exchange, self._missed = checkpointing.exchange, checkpointing.replicas.missed
-        self._writer, self._microbatches, self._early = writer, microbatches, early
+        self._writer, self._microbatches = writer, microbatches
         self._pursuits = self._stays = 0
 
     def caught_up(self) -> None:
@@ -182,7 +180,6 @@ class Arrival:
         if snapshot.over:
             return self._life.to(State.FINISHED)
         self._life.to(State.TRAINING)
-        self._early.forget(snapshot.step)
         self._ctx.meter.begin(self._ctx.clock.now())
         self.say_back()
 

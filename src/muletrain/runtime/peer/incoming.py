@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import Malformed, MuletrainError, ProtocolError
@@ -15,10 +13,12 @@ from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.times import pause_s
 from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.row import Row, Statements, Sync
-from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
+from muletrain.runtime.microbatch.messages import Backward, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.messages import Presence, Report
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from muletrain.network.base import Channel, PeerId
     from muletrain.runtime.checkpoint.checkpointing import Checkpointing
     from muletrain.runtime.core.messages import Message
@@ -32,40 +32,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.runner import StepRunner
     from muletrain.wire.codec import Encoded
     from muletrain.wire.frame import Frame
-
-
-Check = Callable[["PeerId", Any, "list[Encoded]"], None]
-"""Raises ProtocolError for a message that is not expected from its sender now, or whose tensors have an unexpected
-shape or codec. The tensors' bytes are still unread."""
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Defines the frames that one peer accepts, before reading them (``network.base.Bounds``). ``checks``: for each
-    kind that carries tensors, and for kinds that only some peers accept.
-
-    Headers have the bounds of their kind's fields. Tensors have the codec and shape that follow from the run's
-    configuration: inputs and gradients of this cut, chunks of this stage's averaging. So no
-    member can make this peer read, or hold, more than a correct member sends.
-    """
-
-    membership: Membership
-    kinds: Mapping[str, type[Message]]
-    microbatches: int
-    checks: Mapping[type[Message], Check]
-
-    def header(self, kind: str) -> int:
-        if kind not in self.kinds:
-            raise Malformed(f"frame of unknown kind {kind[:64]!r}")
-        described = 128 * self.kinds[kind].TENSORS
-        return 128 + described + self.kinds[kind].most(self.microbatches)
-
-    async def expect(self, sender: PeerId, frame: Frame) -> None:
-        self.header(frame.kind)
-        await self.membership.acquaint(sender)
-        frame.message = message = self.kinds[frame.kind].parse(frame)
-        if (check := self.checks.get(type(message))) is not None:
-            check(sender, message, frame.tensors)
 
 
 LIMIT, BYTES = 4096, 1 << 30
@@ -82,51 +48,44 @@ class EarlyFrames:
     def __init__(self, capacity: int) -> None:
         """``capacity``: requests that this peer holds."""
         self._capacity = capacity
-        self._frames: list[tuple[int, PeerId, Frame]] = []
+        self._frames: list[tuple[PeerId, Frame]] = []
         self._of: Counter[tuple[PeerId, bool]] = Counter()
         """Frames by sender, with tensors or without."""
         self._bytes = 0
 
-    def keep(self, sender: PeerId, frame: Frame, step: int) -> bool:
-        """Keep a frame of ``step``. Returns False if there are too many."""
-        kind = sender, bool(frame.tensors)
+    def keep(self, sender: PeerId, frame: Frame) -> bool:
+        """Keep a frame. Returns False if there are too many."""
+        kind, nbytes = (sender, bool(frame.tensors)), sum(t.nbytes for t in frame.tensors)
         room = self._of[kind] < (self._capacity if frame.tensors else NOTICES)
-        if room and len(self._frames) < LIMIT and self._bytes + _bytes(frame) <= BYTES:
-            self._frames.append((step, sender, frame))
-            self._of[kind] += 1
-            self._bytes += _bytes(frame)
-            return True
-        return False
+        if not room or len(self._frames) >= LIMIT or self._bytes + nbytes > BYTES:
+            return False
+        self._frames.append((sender, frame))
+        self._of[kind] += 1
+        self._bytes += nbytes
+        return True
 
     def take(self) -> list[tuple[PeerId, Frame]]:
         """Take all frames out."""
-        taken = [(sender, frame) for _, sender, frame in self._frames]
-        self._keep([])
+        taken, self._frames, self._bytes = self._frames, [], 0
+        self._of.clear()
         return taken
-
-    def forget(self, before: int) -> None:
-        """Drop the frames of steps before ``before``."""
-        self._keep([entry for entry in self._frames if entry[0] >= before])
-
-    def _keep(self, kept: list[tuple[int, PeerId, Frame]]) -> None:
-        self._frames, self._bytes = kept, sum(_bytes(frame) for _, _, frame in kept)
-        self._of = Counter((sender, bool(frame.tensors)) for _, sender, frame in kept)
-
-
-def _bytes(frame: Frame) -> int:
-    return sum(t.nbytes for t in frame.tensors)
 
 
 BREAK_TRIES = 7
 """Most probes of a peer after a broken stream."""
-OF_MICROBATCHES = (Forward, Backward, Done, Busy, Room, Lost, TrainerDone, Gap)
+OF_MICROBATCHES = (Forward, Backward, Room, Lost, TrainerDone, Gap)
 AGREEING = (Statements, Shard, Reduced)
 OF_PEERS = (Presence, Suspected, PartReady, CheckpointEnd, Report)
 KINDS: dict[str, type[Message]] = {m.KIND: m for m in (*OF_MICROBATCHES, *AGREEING, *OF_PEERS)}
 
 
 class Incoming:
-    """Takes in the frames of one peer."""
+    """Takes in the frames of one peer, and bounds them before reading (``network.base.Bounds``).
+
+    Headers have the bounds of their kind's fields. Tensors have the codec and shape that follow from the run's
+    configuration: inputs and gradients of this cut, chunks of this stage's averaging. So no member can make this peer
+    read, or hold, more than a correct member sends.
+    """
 
     def __init__(
         self,
@@ -139,26 +98,42 @@ class Incoming:
         rollback: Rollback,
         checkpointing: Checkpointing,
         reporting: Reporting,
-        early: EarlyFrames,
     ) -> None:
         self._ctx, self._position, self._membership, self._microbatches = ctx, position, membership, microbatches
         self._runner, self._forks, self._rollback = runner, forks, rollback
-        self._checkpointing, self._reporting, self._early = checkpointing, reporting, early
+        self._checkpointing, self._reporting = checkpointing, reporting
+        self._early = EarlyFrames(ctx.plan.capacity)
         self._furthest = 0
         """See ``passed_by``."""
         self._breaks: Counter[PeerId] = Counter()
         """Broken streams, by peers probed since."""
-        checks: dict[type[Message], Check] = {
+        self._checks: dict[type[Message], Callable[[PeerId, Any, list[Encoded]], None]] = {
             Forward: microbatches.server.expects,
             Backward: microbatches.expects_gradient,
             Shard: runner.expects_chunk,
             Reduced: runner.expects_chunk,
         }
-        bounds = Expected(membership, KINDS, ctx.plan.microbatches, checks)
-        ctx.net.receive(self._on_frame, bounds=bounds)
+        """For each kind with tensors: raises ProtocolError for a message that is not expected from its sender now, or
+        whose tensors have an unexpected shape or codec. The tensors' bytes are still unread."""
+        ctx.net.receive(self._on_frame, bounds=self)
         ctx.net.on_lost(self._on_lost)
         Sync.serve(ctx.net, self._answer)
         ctx.net.serve(Suspected.KIND, self._hears)
+
+    def header(self, kind: str) -> int:
+        """See ``network.base.Bounds``."""
+        if kind not in KINDS:
+            raise Malformed(f"frame of unknown kind {kind[:64]!r}")
+        described = 128 * (KINDS[kind].TENSORS + KINDS[kind].MORE)
+        return 128 + described + KINDS[kind].most(self._ctx.plan.microbatches)
+
+    async def expect(self, sender: PeerId, frame: Frame) -> None:
+        """See ``network.base.Bounds``."""
+        self.header(frame.kind)
+        await self._membership.acquaint(sender)
+        frame.message = message = KINDS[frame.kind].parse(frame)
+        if (check := self._checks.get(type(message))) is not None:
+            check(sender, message, frame.tensors)
 
     async def redeliver(self) -> None:
         """Pass on the frames that came too early, some of which belong to the present step."""
@@ -209,7 +184,7 @@ class Incoming:
             ahead = int(self._ctx.plan.delayed)
             if not loads:
                 self._runner.exchange.on_later(sender, applied=agreeing or step > at.step + ahead)
-            kept = step <= at.step + 1 + ahead and self._early.keep(sender, frame, step)
+            kept = step <= at.step + 1 + ahead and self._early.keep(sender, frame)
             if not kept:  # otherwise we are far behind, and find that out, at the latest in the next step
                 self._furthest = max(self._furthest, step)
             if not kept and isinstance(message, Forward):
@@ -235,7 +210,7 @@ class Incoming:
         match message:
             case Forward():
                 await self._microbatches.server.on_forward(sender, message, frame)
-            case Backward() | Done() | Busy() | Lost() | Room():
+            case Backward() | Lost() | Room():
                 self._microbatches.on_reply(sender, message, frame)
             case TrainerDone():
                 self._microbatches.on_trainer_done(sender, message)

@@ -22,10 +22,9 @@ from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.microbatch.position import Behind, Position
 from muletrain.runtime.peer.arrival import Arrival
 from muletrain.runtime.peer.ending import Ending
-from muletrain.runtime.peer.incoming import EarlyFrames, Incoming
+from muletrain.runtime.peer.incoming import Incoming
 from muletrain.runtime.peer.messages import ANNOUNCE_S, HOLDS_S, StopRun
-from muletrain.runtime.peer.peer_host import PeerHost
-from muletrain.runtime.peer.reporting import Reporting
+from muletrain.runtime.peer.reporting import PeerHost, Reporting
 from muletrain.runtime.recovery.forks import Forks
 from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step.audit import computes_falsely
@@ -81,7 +80,7 @@ class Peer:
         self.position = at = Position(ctx, *begin, self._life)
         # members
         self._membership = membership = Membership(ctx)
-        self.rebalancer = Rebalancer(ctx, host, self)
+        self.rebalancer = Rebalancer(ctx, host, self.load, self.move)
         # microbatch and transfer
         self._microbatches = microbatches = Microbatches(ctx, at, source if ctx.roster.own.trainer else None, heldout)
         self._log, receiver, self._tokens = GradientLog(ctx, log_bytes), Receiver(ctx), ctx.downloader()
@@ -91,7 +90,7 @@ class Peer:
         # checkpoint
         self._checkpointing = parts = Checkpointing(ctx, membership, book)
         self._parts = writer = PartWriter(ctx, at, parts)
-        self.departure = Departure(ctx, parts)
+        self.departure = Departure(ctx, parts.unsafe)
         # step and recovery
         forks = Forks(ctx, at, receiver)
         self.runner = runner = StepRunner(
@@ -99,12 +98,9 @@ class Peer:
         )
         self._rollback = rollback = Rollback(ctx, parts.replicas, at, host, back, forks, writer)
         # peer
-        early = EarlyFrames(ctx.plan.capacity)
-        self._arrival = Arrival(ctx, at, runner, membership, receiver, parts, forks, writer, microbatches, early)
+        self._arrival = Arrival(ctx, at, runner, membership, receiver, parts, forks, writer, microbatches)
         self.reporting, self._ending = Reporting(ctx, host, apart=reports), Ending(ctx, at, parts, runner)
-        self._incoming = Incoming(
-            ctx, at, membership, microbatches, runner, forks, rollback, parts, self.reporting, early
-        )
+        self._incoming = Incoming(ctx, at, membership, microbatches, runner, forks, rollback, parts, self.reporting)
         ctx.net.serve(StopRun.KIND, self._answer_stop)
 
     async def run(self) -> bool:
@@ -175,7 +171,7 @@ class Peer:
         receivers = ctx.roster.receivers()
         others = ctx.roster.spread(max(0, RECENT - len(receivers)))
         for peer in dict.fromkeys((*others, *receivers)):  # before an answer is missed
-            ctx.spawn(ctx.detector.measure(peer, at.lineage, at.step), "measure")
+            ctx.spawn(ctx.detector.is_gone(peer, at.lineage, at.step), "measure")
         ctx.meter.stats.started = ctx.clock.now()
 
     async def _steps(self, *, returned: bool) -> None:

@@ -25,6 +25,7 @@ from muletrain.events import (
 from muletrain.events.facts import SMOOTHING
 from muletrain.runtime.core.times import AGAIN_S
 from muletrain.runtime.members.context import NAMED
+from muletrain.runtime.members.rebalancing import Machine
 from muletrain.runtime.peer.messages import LOADING, SHOWN_DOWN, Report
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
-    from muletrain.runtime.peer.peer_host import PeerHost
     from muletrain.runtime.step.record import StepRecord
     from muletrain.strategies.base import StandIn
 
@@ -44,6 +44,17 @@ MOST_NAMED = 256
 REPORTS, REPORTS_A_STEP = 256, 4
 """Reports of one peer that are accepted at first, and for each step that we applied: the reporter may be ahead of us,
 and steps after a rollback are done again."""
+
+
+class PeerHost(Machine):
+    """The process of one peer. This base class ignores reports."""
+
+    def applied(self, record: StepRecord) -> bool:
+        """The peer applied a step. Returns True to end the run after that step."""
+        return False
+
+    def reported(self, event: Event, name: str) -> None:
+        """The peer ``name``, on another machine, counted ``event``; only the coordinator's host gets this call."""
 
 
 class Shown:

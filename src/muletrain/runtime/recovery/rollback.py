@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.checkpoint.checkpointing import PartReplicas, PartWriter
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.machine import Machine
+    from muletrain.runtime.members.rebalancing import Machine
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.recovery.forks import Forks
 
@@ -65,7 +65,7 @@ class Rollback:
         self._said: tuple[int, ...] = ()
         self._nobody_trains = False
         """Has this been reported?"""
-        ctx.detector.add_branches(self)
+        ctx.detector.met = self.met
         ctx.net.serve(StepBack.KIND, self._on_order)
         AskStanding.serve(ctx.net, self._on_standing)
 

@@ -151,7 +151,7 @@ class RoundAgreement:
             excused=state.excused,
             accused=self._audit.accused(),
         )
-        ctx.chaos.reached("sealing", state.step)
+        ctx.reached("sealing", state.step)
         self._exchange.state(replicas, seal=seal)  # also to replicas that we do not count on
         return seal
 

@@ -64,7 +64,7 @@ class Exchange:
     # What arrives -----------------------------------------------------------------------------------------------------
 
     def known(self, peer: PeerId) -> int:
-        """See ``members.detector.Reader``."""
+        """See ``FailureDetector``."""
         return self._known.get(peer, 0)
 
     def hear(self, peer: PeerId, row: Row) -> None:

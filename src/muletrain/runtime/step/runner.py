@@ -63,7 +63,7 @@ class StepRunner:
         self._lasting = Lasting(ctx, position, departure, log, microbatches, begin_ahead, met_rival, downloader, waits)
         self._weights = bytes(32)
         """Digest of our weights."""
-        ctx.detector.add_reader(self)
+        ctx.detector.known, ctx.detector.hear = self._known, self._hear
         ctx.blocks.offers("gradients", self._given)
         self.not_finite = ""
         """Name of the first parameter of our stage with a non-finite gradient in the last step; '': there is none."""
@@ -91,12 +91,12 @@ class StepRunner:
         """See ``core.waiting.Waiter``."""
         return self._ctx.who_is_there(awaited)
 
-    def known(self, peer: PeerId, lineage: bytes, step: int) -> int:
-        """See ``members.detector.Reader``."""
+    def _known(self, peer: PeerId, lineage: bytes, step: int) -> int:
+        """See ``FailureDetector``."""
         return self.exchange.known(peer) if (step, lineage) == (self.state.step, self.state.lineage) else 0
 
-    def hear(self, peer: PeerId, lineage: bytes, step: int, row: Row) -> None:
-        """See ``members.detector.Reader``."""
+    def _hear(self, peer: PeerId, lineage: bytes, step: int, row: Row) -> None:
+        """See ``FailureDetector``."""
         if (step, lineage) == (self.state.step, self.state.lineage) and self.state.current:
             self.exchange.hear(peer, row)
 
@@ -182,7 +182,7 @@ class StepRunner:
         begin = ctx.clock.now()
         self.state.builder.settle()
         position.settled = False
-        ctx.chaos.reached("applying", work.step)
+        ctx.reached("applying", work.step)
         self.not_finite = ""
         if record.skip:  # looked at before the update, which may empty an accumulator that is the gradient
             self.not_finite = await ctx.compute.offload(ctx.compute.layout.first_not_finite, gradient)

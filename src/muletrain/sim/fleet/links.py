@@ -50,7 +50,7 @@ class FleetLinks(Conditions):
         match message:
             case Forward():
                 return cost.forward_bytes[message.stage]
-            case Backward():
+            case Backward() if frame.tensors:
                 return cost.backward_bytes[message.stage]
             case Give() | Result():
                 return (

@@ -32,7 +32,7 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.peer.peer import Peer
-from muletrain.runtime.peer.peer_host import PeerHost
+from muletrain.runtime.peer.reporting import PeerHost
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.pool.client import Client, Roaming
 from muletrain.runtime.pool.servers import Costs
