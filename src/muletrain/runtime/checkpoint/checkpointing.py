@@ -28,7 +28,7 @@ from muletrain.policy.checkpoints import keepers
 from muletrain.policy.deadline import CEILING_S
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady, largest_part, part_name
 from muletrain.runtime.checkpoint.store import Key, PartFacts
-from muletrain.runtime.core.blocks import HEADERS, Download, StateImage
+from muletrain.runtime.core.blocks import HEADERS, StateImage
 from muletrain.runtime.core.times import GONE_S, LAG_S, LOOK_S, pause_s
 from muletrain.wire.statefile import StateBuffers
 
@@ -287,7 +287,6 @@ class PartExchange:
     ) -> None:
         self._ctx, self._roles, self._replicas, self._checkpoints = ctx, roles, replicas, checkpoints
         self._membership, self._downloader = membership, ctx.downloader()
-        self._download = Download(self._downloader)
         self._reading = asyncio.Lock()
         self._copies: dict[tuple[Key, int], StateImage] = {}
         """By checkpoint and stage."""
@@ -311,7 +310,7 @@ class PartExchange:
         error: NetworkError = PeerUnreachable(f"no peer gives this part of checkpoint {key.step}")
         for packed, donors in await self._downloader.manifests(part_name(key, stage), holders):
             try:
-                state = await self._download.take(blake3(packed).digest(), donors, facts.size + HEADERS)
+                state = await self._downloader.take(blake3(packed).digest(), donors, facts.size + HEADERS)
             except NetworkError as e:
                 error = e
                 continue

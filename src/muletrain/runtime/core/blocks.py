@@ -415,6 +415,20 @@ class Downloader:
     came: float = float("-inf")
     """When the last block arrived."""
     _breaks: int = 0
+    _partial: PartialDownload | None = None
+    """The copy that ``take`` could not finish: arrived blocks are kept for the next attempt."""
+
+    async def take(self, digest: bytes, donors: list[PeerId], limit: int) -> dict[str, Tensor]:
+        """The tensors of the copy ``digest``, of at most ``limit`` bytes. Raises NetworkError or ProtocolError."""
+        if self._partial is None or self._partial.digest != digest:
+            self._partial = None  # free its memory, which the next download needs
+            manifest = await self.manifest(digest, donors, lambda m: m.check(limit))
+            self._partial = PartialDownload.of(digest, manifest)
+        partial = self._partial
+        await self.fetch(partial, donors)
+        if self._partial is partial:  # another call may have taken the same copy meanwhile
+            self._partial = None
+        return partial.state()
 
     async def manifest(self, digest: bytes, donors: list[PeerId], check: Callable[[Manifest], None]) -> Manifest:
         """The manifest of the copy ``digest`` from the first donor that gives the manifest. Raises PeerUnreachable when
@@ -539,26 +553,6 @@ class Downloader:
                 continue
             self.deadline.measured(clock.now() - since)
             return
-
-
-class Download:
-    """Takes one copy after the other. Arrived blocks of an unfinished copy are kept for the next attempt."""
-
-    def __init__(self, downloader: Downloader) -> None:
-        self._downloader = downloader
-        self._partial: PartialDownload | None = None
-
-    async def take(self, digest: bytes, donors: list[PeerId], limit: int) -> dict[str, Tensor]:
-        """The tensors of the copy ``digest``, of at most ``limit`` bytes. Raises NetworkError or ProtocolError."""
-        if self._partial is None or self._partial.digest != digest:
-            self._partial = None  # free its memory, which the next download needs
-            manifest = await self._downloader.manifest(digest, donors, lambda m: m.check(limit))
-            self._partial = PartialDownload.of(digest, manifest)
-        partial = self._partial
-        await self._downloader.fetch(partial, donors)
-        if self._partial is partial:  # another call may have taken the same copy meanwhile
-            self._partial = None
-        return partial.state()
 
 
 def _digest(data: memoryview) -> bytes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from muletrain.errors import CheckpointError, MuletrainError, NetworkError, ProtocolError, Refused
 from muletrain.events import TransferFailed
 from muletrain.policy.recent import Debts
-from muletrain.runtime.core.blocks import HEADERS, Download, StateImage
+from muletrain.runtime.core.blocks import HEADERS, StateImage
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.times import GONE_S, PAUSE_MAX_S, PAUSE_S, pause_s
 from muletrain.runtime.transfer.messages import AskSnapshot, Snapshot
@@ -168,7 +168,6 @@ class Receiver:
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self.taker = ctx.downloader()
-        self._state = Download(self.taker)
         self._refusal = ""
 
     async def fetch(
@@ -192,7 +191,7 @@ class Receiver:
             if snapshot is not None:
                 try:
                     limit = 20 * ctx.compute.n_params + HEADERS  # weights of two steps, two moments, the loss scale
-                    state = await self._state.take(snapshot.digest, good, limit)
+                    state = await self.taker.take(snapshot.digest, good, limit)
                     if confirm is not None:
                         await confirm(snapshot)
                     await ctx.compute.load_state(state)
