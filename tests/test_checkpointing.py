@@ -21,7 +21,7 @@ from muletrain.events import (
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runtime.checkpoint import checkpointing
 from muletrain.runtime.checkpoint.checkpointing import REMEMBERED, PartExchange
-from muletrain.runtime.checkpoint.messages import CheckpointEnd, part_name
+from muletrain.runtime.checkpoint.messages import CheckpointEnd
 from muletrain.runtime.checkpoint.store import Key, PartFacts
 from muletrain.runtime.core import blocks
 from muletrain.runtime.core.blocks import AskBlocks
@@ -244,12 +244,14 @@ def test_of_parts_few_copies_are_kept_while_they_are_taken_and_none_when_nobody_
         monkeypatch.setattr(Context, "send", send)
         stages = Stages(tmp_path / "run")
         own, net = stages.checkpoints["one"], stages.contexts["other"].net
+        names = {}
         for step in (4, 5, 6):
             part = state(1)
             own.open(Key(step, LINEAGE)).own = part, PartFacts.of(StateBuffers(part))
+            names[step] = PartFacts.of(StateBuffers(part)).digest
 
         async def ask(step: int, *blocks: int) -> bytes:
-            asked = AskBlocks(digest=part_name(Key(step, LINEAGE), 1), blocks=blocks)
+            asked = AskBlocks(digest=names[step], blocks=blocks)
             return await net.call("one", asked.KIND, asked.pack(), timeout_s=9.0)
 
         for step in (4, 5):

@@ -26,7 +26,7 @@ from muletrain.errors import (
 from muletrain.events import CheckpointFailed, CheckpointWritten, PartNotKept, TransferFailed
 from muletrain.policy.checkpoints import keepers
 from muletrain.policy.deadline import CEILING_S
-from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady, largest_part, part_name
+from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady, largest_part
 from muletrain.runtime.checkpoint.store import Key, PartFacts
 from muletrain.runtime.core.blocks import HEADERS, StateImage
 from muletrain.runtime.core.times import GONE_S, LAG_S, LOOK_S, pause_s
@@ -146,14 +146,8 @@ class PartReplicas:
 
     def __init__(self, ctx: Context, roles: Roles, book: Book) -> None:
         self._ctx, self._roles, self._book, self._place = ctx, roles, book, book.place
-        self.missed = book.missed
         self._tidied = False
         self._looking: asyncio.Task[dict[Key, dict[int, PartFacts]]] | None = None
-
-    def reached(self, step: int) -> int:
-        """Note that this peer is at ``step``. Returns the furthest step that it has come to."""
-        self._book.reached = max(self._book.reached, step)
-        return self._book.reached
 
     def here(self, opened: OpenCheckpoint) -> set[int]:
         """The stages with announced parts in the place."""
@@ -308,7 +302,7 @@ class PartExchange:
         """Take a part from ``holders``, first from most that give the same copy. Raises NetworkError, or ProtocolError if
         the digest differs from ``facts``."""
         error: NetworkError = PeerUnreachable(f"no peer gives this part of checkpoint {key.step}")
-        for packed, donors in await self._downloader.manifests(part_name(key, stage), holders):
+        for packed, donors in await self._downloader.manifests(facts.digest, holders):
             try:
                 state = await self._downloader.take(blake3(packed).digest(), donors, facts.size + HEADERS)
             except NetworkError as e:
@@ -322,10 +316,12 @@ class PartExchange:
         raise error
 
     async def _given(self, taker: PeerId, digest: bytes) -> StateImage | None:
-        """See ``core.blocks.Reader``. The first request for a part reads the part."""
-        known = [of for of, copy in self._copies.items() if copy.digest == digest]
-        of = next((p for p in (*known, *self._held()) if p in known or part_name(*p) == digest), None)
-        if of is None:
+        """See ``core.blocks.Reader``. The first request for a part, by the digest of its facts, reads the part."""
+        held = {f.digest: (key, s) for key, parts in self._replicas.known().items() for s, f in parts.items()}
+        own = self._ctx.roster.own.stage
+        held |= {o.own[1].digest: (o.key, own) for o in self._checkpoints.values() if o.own is not None}
+        held |= {copy.digest: of for of, copy in self._copies.items()}
+        if (of := held.get(digest)) is None:
             return None
         if self._ctx.tasks.closed:
             raise MuletrainError("this peer begins anew; ask again")
@@ -333,11 +329,6 @@ class PartExchange:
             raise MuletrainError(f"stage {of[1]}'s part is for the coordinator and for peers that serve or keep it")
         async with self._reading:  # one part at a time is read, for all takers
             return self._copies.get(of) or await self._make(*of)
-
-    def _held(self) -> list[tuple[Key, int]]:
-        """The checkpoint and stage of each part that this peer can read."""
-        own = [(o.key, self._ctx.roster.own.stage) for o in self._checkpoints.values() if o.own is not None]
-        return own + [(key, stage) for key, parts in self._replicas.known().items() for stage in parts]
 
     async def _may_have(self, peer: PeerId, stage: int) -> bool:
         """Does ``peer`` coordinate, keep the stage's part, or serve the stage, by our own roster? Raises ProtocolError
@@ -383,7 +374,7 @@ class Checkpointing:
     the run's last checkpoint waits instead."""
 
     def __init__(self, ctx: Context, membership: Membership, book: Book) -> None:
-        self._ctx, self._place = ctx, book.place
+        self._ctx, self.book, self._place = ctx, book, book.place
         self.roles = roles = Roles(ctx.roster, book)
         self.replicas = replicas = PartReplicas(ctx, roles, book)
         self._open: dict[Key, OpenCheckpoint] = {}
@@ -398,6 +389,8 @@ class Checkpointing:
         self._fetching = asyncio.Lock()
         self._writing: Key | None = None
         """The checkpoint of the part that we hash or store now."""
+        self._written: Key | None = None
+        """The last checkpoint that was written because no trainer was left."""
 
     def open(self, key: Key) -> OpenCheckpoint:
         """The checkpoint ``key``, which has not ended; opened if new."""
@@ -429,6 +422,37 @@ class Checkpointing:
         """Number of copies of our state that are kept for checkpoints."""
         return sum(opened.own is not None for opened in self._open.values())
 
+    async def due(self, key: Key, *, last: bool) -> None:
+        """After the step of ``key`` was applied: write our stage's part while training goes on, if we should. Without memory
+        for a copy of the state (``Compute.lends``), training waits until the checkpoint has ended."""
+        if (
+            (earlier := self._written) is not None
+            and self.end_of(earlier) is None
+            and self.roles.coordinator is not None
+        ):
+            self.leave_out(earlier, "left out: the run went on before it was complete")  # that copy would be in the way
+        self._written = None
+        if self.begins(key, last=last):
+            self._spawn(key, await self.copy(key))
+            if self._ctx.compute.lends:
+                await self.ended(key)
+
+    async def write_what_there_is(self, at: Position) -> None:
+        """No trainer is left: write our part of a checkpoint of the weights before this step, once, since the step may
+        never be done."""
+        key = Key(at.step, at.applied)
+        done = key == self._written or not key.step or at.work.all_completed  # otherwise another follows soon
+        if done or not at.settled or at.away or not self.begins(key, last=True):
+            return
+        state = await self.copy(key)
+        if at.settled and key == Key(at.step, at.applied):
+            self._written = key
+            self._spawn(key, state)
+
+    def _spawn(self, key: Key, state: dict[str, Tensor] | None) -> None:
+        if state is not None:
+            self._ctx.spawn(self.write(key, state), f"part of checkpoint {key.step}")
+
     def begins(self, key: Key, *, last: bool) -> bool:
         """After the step of ``key`` was applied: should we write our stage's part now? If another copy of the state is
         in use, the checkpoint is left out; the ``last`` checkpoint waits (``wants``)."""
@@ -441,11 +465,6 @@ class Checkpointing:
         if reason is not None and not last:
             self.leave_out(key, f"left out: {reason}")
         return reason is None
-
-    def drop(self, key: Key) -> None:
-        """Give up checkpoint ``key``, unless ended."""
-        if self.end_of(key) is None and self.roles.coordinator is not None:
-            self.leave_out(key, "left out: the run went on before it was complete")
 
     def wants(self, key: Key) -> bool:
         """Should we still offer our stage's part of the last checkpoint? A peer that shares the place leaves the offer
@@ -725,40 +744,3 @@ class Checkpointing:
             self._cleared.clear()
             await self._cleared.wait()
         return not self._ends[key]
-
-
-class PartWriter:
-    """Copies the state between two steps, for writing while training goes on. Without memory for a copy
-    (``Compute.lends``), training waits until the checkpoint has ended."""
-
-    def __init__(self, ctx: Context, position: Position, checkpointing: Checkpointing) -> None:
-        self._ctx, self._position, self._checkpointing = ctx, position, checkpointing
-        self._written: Key | None = None
-        """The last checkpoint that was written because no trainer was left."""
-
-    async def write(self, key: Key, *, last: bool) -> None:
-        """Write our part of checkpoint ``key``, if begun here. Drop a checkpoint that was written because no trainer
-        was left: the run has gone on, and that copy of the state would block the checkpoints that are due."""
-        if (earlier := self._written) is not None:
-            self._written = None
-            self._checkpointing.drop(earlier)
-        if self._checkpointing.begins(key, last=last):
-            self._spawn(key, await self._checkpointing.copy(key))
-            if self._ctx.compute.lends:
-                await self._checkpointing.ended(key)
-
-    async def write_what_there_is(self) -> None:
-        """Write our part of a checkpoint of the weights before this step, once: the step may never be done."""
-        at = self._position
-        key = Key(at.step, at.applied)
-        done = key == self._written or not key.step or at.work.all_completed  # otherwise another follows soon
-        if done or not at.settled or at.away or not self._checkpointing.begins(key, last=True):
-            return
-        state = await self._checkpointing.copy(key)
-        if at.settled and key == Key(at.step, at.applied):
-            self._written = key
-            self._spawn(key, state)
-
-    def _spawn(self, key: Key, state: dict[str, Tensor] | None) -> None:
-        if state is not None:
-            self._ctx.spawn(self._checkpointing.write(key, state), f"part of checkpoint {key.step}")

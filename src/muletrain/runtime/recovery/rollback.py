@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.checkpoint.checkpointing import PartReplicas, PartWriter
+    from muletrain.runtime.checkpoint.checkpointing import Checkpointing
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.machine import Machine
     from muletrain.runtime.microbatch.position import Position
@@ -48,16 +48,15 @@ class Rollback:
     def __init__(
         self,
         ctx: Context,
-        replicas: PartReplicas,
         position: Position,
         machine: Machine,
         back: StepBack | None,
         forks: Forks,
-        writer: PartWriter,
+        checkpointing: Checkpointing,
     ) -> None:
         """``back``: the rollback that began our branch, if this peer took part."""
-        self._ctx, self._replicas, self._position, self._machine, self._back = ctx, replicas, position, machine, back
-        self._forks, self._writer = forks, writer
+        self._ctx, self._position, self._machine, self._back = ctx, position, machine, back
+        self._forks, self._checkpointing, self._book = forks, checkpointing, checkpointing.book
         self.ordered: asyncio.Future[StepBack | None] = asyncio.get_running_loop().create_future()
         self._learning = False
         self._tells, self._hears = Seldom(AGAIN_S), Seldom(AGAIN_S)
@@ -77,7 +76,7 @@ class Rollback:
         ctx, since, since_trainer, trainers = self._ctx, dict[int, float](), math.inf, 0
         while True:
             await ctx.clock.sleep(LOOK_S)
-            self._replicas.reached(self._position.step)
+            self._book.reached = max(self._book.reached, self._position.step)
             now, before, trainers = ctx.clock.now(), trainers, len(ctx.roster.trainers())
             since = {s: since.get(s, now) for s in self.without_peers()}
             since_trainer = math.inf if trainers else min(since_trainer, now)
@@ -92,7 +91,7 @@ class Rollback:
                 if not self._nobody_trains and self._leads():
                     ctx.emit(NoTrainer(minutes=round(JOIN_S / 60)))
                 self._nobody_trains = True
-                await self._writer.write_what_there_is()
+                await self._checkpointing.write_what_there_is(self._position)
 
     def without_peers(self) -> tuple[int, ...]:
         """Returns the stages that no peer serves."""
@@ -132,7 +131,7 @@ class Rollback:
         missed = {digest for s in here.values() for digest in s.missed}
         steps = sorted(s.step for s in here.values())
         # one alone may be a step ahead, or lie; and a false rollback may have led all to an early step
-        limit = max(self._replicas.reached(at.step), min(steps[-1], steps[-2:][0] + 1))
+        limit = max(self._book.reached, at.step, min(steps[-1], steps[-2:][0] + 1))
         found = newest_complete(readable, ctx.plan.stages, limit, missed)
         if found is None and ctx.plan.from_seed:
             found = (0, bytes(32)), ()
@@ -181,7 +180,7 @@ class Rollback:
     async def _stands_at(self) -> StandsAt:
         """Returns our place in the run's history: on the way to another branch, the place on that branch."""
         ctx, at, state, stage = self._ctx, self._where(), self._position.life.state, self._ctx.roster.own.stage
-        began, missed = self._began_with(), self._replicas.missed
+        began, missed = self._began_with(), self._book.missed
         if self.ordered.done() and (back := self.ordered.result()) is not None:
             at, state, began = Key(back.step, back.lineage), State.ROLLED_BACK, back
             stage = dict(back.moves).get(ctx.net.peer_id, stage)
@@ -190,7 +189,7 @@ class Rollback:
         every, unserved = range(ctx.plan.stages), self.without_peers()
         parts = [
             (*key, s, facts.digest)
-            for key, parts in sorted((await self._replicas.readable_soon()).items(), reverse=True)
+            for key, parts in sorted((await self._checkpointing.replicas.readable_soon()).items(), reverse=True)
             for s, facts in parts.items()
             if max(parts) in every  # else the model was cut otherwise
         ]
