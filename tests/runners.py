@@ -37,7 +37,7 @@ class _Nobody:
     async def begin_ahead(self, work: InFlightStep) -> None:
         pass
 
-    def met(self, peer: PeerId, step: int) -> None:
+    def met(self, peer: PeerId) -> None:
         pass
 
     def unsafe(self) -> str | None:

@@ -46,8 +46,8 @@ that confirm that the run is beyond this step, and peers asked for the record af
 class Rivals(Protocol):
     """Deals with peers of other lineages (``recovery.forks``)."""
 
-    def met(self, peer: PeerId, step: int) -> None:
-        """``peer`` trains in another lineage, at ``step``."""
+    def met(self, peer: PeerId) -> None:
+        """``peer`` trains in another lineage."""
         ...
 
 
@@ -317,7 +317,7 @@ class Exchange:
                 self._most[peer].append(accumulated)
         self._observed.moved[peer] = row.moved, row.round
         if row.rival:
-            self._rivals.met(peer, row.step)
+            self._rivals.met(peer)
             ctx.detector.mark_down(peer, "it trains in another lineage", declines=True)
             return row
         if row.step > state.step:

@@ -22,8 +22,6 @@ from muletrain.runtime.step.state import StepState
 from muletrain.runtime.step.tied import TiedSum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import Tensor
 
     from muletrain.network.base import PeerId
@@ -58,7 +56,7 @@ class StepRunner:
         """``downloader`` takes gradients that this peer missed."""
         self._ctx, self._position, self._log, self._departure = ctx, position, log, departure
         self._trainers, self._rivals, self._downloader = trainers, rivals, downloader
-        self._waits = Waits(ctx.clock, ctx.news, self)
+        self._waits = Waits(ctx.clock, ctx.news, self.look_around, ctx.who_is_there)
         self._deadlines, self._observed, self._standing = Deadlines(), Observed(), Standing()
         self._weights = bytes(32)
         """Digest of our weights."""
@@ -95,14 +93,10 @@ class StepRunner:
         )
 
     def look_around(self) -> None:
-        """See ``core.waiting.Waiter``."""
+        """See ``core.waiting.Waits``."""
         self._reduction.look_around()
         if not self._position.away:
             self._tied.look_around()
-
-    def who_is_there(self, awaited: Iterable[PeerId] = ()) -> str:
-        """See ``core.waiting.Waiter``."""
-        return self._ctx.who_is_there(awaited)
 
     def known(self, peer: PeerId, lineage: bytes, step: int) -> int:
         """See ``members.detector.Reader``."""
