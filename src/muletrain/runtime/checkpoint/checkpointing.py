@@ -140,14 +140,26 @@ class OpenCheckpoint:
         return f"no part of stages {lacking} came" if lacking else "its parts did not come whole"
 
 
-class PartReplicas:
-    """Owns the book's list of parts in the place: of this peer's stage, and of stages that this peer keeps or
-    gathers."""
+class Parts:
+    """Owns the book's list of parts in the place, of this peer's stage and of stages that this peer keeps or gathers, and
+    the copies that it gives to entitled peers over ``core.blocks``."""
 
-    def __init__(self, ctx: Context, roles: Roles, book: Book) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        roles: Roles,
+        book: Book,
+        checkpoints: Mapping[Key, OpenCheckpoint],
+        membership: Membership,
+    ) -> None:
         self._ctx, self._roles, self._book, self._place = ctx, roles, book, book.place
+        self._checkpoints, self._membership, self._downloader = checkpoints, membership, ctx.downloader()
         self._tidied = False
-        self._looking: asyncio.Task[dict[Key, dict[int, PartFacts]]] | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._reading = asyncio.Lock()
+        self._copies: dict[tuple[Key, int], StateImage] = {}
+        """By checkpoint and stage."""
+        ctx.blocks.offers(PARTS, self._given)
 
     def here(self, opened: OpenCheckpoint) -> set[int]:
         """The stages with announced parts in the place."""
@@ -190,31 +202,25 @@ class PartReplicas:
             raise CheckpointError(f"stage {stage}'s part of checkpoint {key.step} is not here: {e}") from e
         return state
 
-    async def readable(self) -> dict[Key, dict[int, PartFacts]]:
-        """The parts of all checkpoints in the place."""
-        complete = self._book.complete
-        if self._ctx.tasks.closed:
-            return dict(self._book.parts)
-        with suppress(OSError):  # the store cannot be reached now: use the last answer
-            found = await self._place.disk.call(self._place.complete)
-            complete.clear()
-            complete.update(found)
-        return self.known()
+    async def look(self) -> None:
+        """Read which checkpoints in the place are complete. If the store cannot be reached now, the last answer stays."""
+        with suppress(OSError):
+            self._book.complete = await self._place.disk.call(self._place.complete)
 
     def known(self) -> dict[Key, dict[int, PartFacts]]:
-        """The parts that were in the place at the last look."""
+        """The parts of all checkpoints that were in the place at the last look."""
         parts, complete = self._book.parts, self._book.complete
         return {key: {**parts.get(key, {}), **complete.get(key, {})} for key in {*parts, *complete}}
 
     async def readable_soon(self) -> dict[Key, dict[int, PartFacts]]:
-        """As ``readable``, or the last known parts if the disk takes longer, so that the asking peer need not wait.
-        Concurrent calls share one read."""
-        if self._looking is None or self._looking.done():
-            self._looking = self._ctx.spawn(self.readable(), "look at checkpoints")
-        try:
-            return await self._ctx.clock.deadline(asyncio.shield(self._looking), LAG_S, "the checkpoints' place")
-        except DeadlineExceeded:
-            return self.known()
+        """The parts in the place, or the last known parts if the disk takes longer, so that the asking peer need not
+        wait. Concurrent calls share one look."""
+        if not self._ctx.tasks.closed:
+            if self._looking is None or self._looking.done():
+                self._looking = self._ctx.spawn(self.look(), "look at checkpoints")
+            with suppress(DeadlineExceeded):
+                await self._ctx.clock.deadline(asyncio.shield(self._looking), LAG_S, "the checkpoints' place")
+        return self.known()
 
     async def publish(self, opened: OpenCheckpoint) -> bool:
         """Complete a checkpoint with all parts here. Returns False if parts are gone, to be fetched again. Raises
@@ -232,10 +238,8 @@ class PartReplicas:
 
     async def is_complete(self, key: Key) -> bool:
         """Has a peer that shares the place completed the checkpoint?"""
-        try:
-            return key in await self._place.disk.call(self._place.complete)
-        except OSError:
-            return False
+        await self.look()
+        return key in self._book.complete
 
     async def clear(self, key: Key, reason: str) -> None:
         """Remove parts that no peer needs after the end of ``key``; ``reason``: of the failure, else empty."""
@@ -266,32 +270,14 @@ class PartReplicas:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return f"{error.strerror or error}: {self._place.where(key)} ({'free some space; ' * full}training goes on)"
 
-
-class PartExchange:
-    """Gives parts to entitled peers, and takes parts, over ``core.blocks``. Owns the copies that it
-    gives."""
-
-    def __init__(
-        self,
-        ctx: Context,
-        roles: Roles,
-        replicas: PartReplicas,
-        checkpoints: Mapping[Key, OpenCheckpoint],
-        membership: Membership,
-    ) -> None:
-        self._ctx, self._roles, self._replicas, self._checkpoints = ctx, roles, replicas, checkpoints
-        self._membership, self._downloader = membership, ctx.downloader()
-        self._reading = asyncio.Lock()
-        self._copies: dict[tuple[Key, int], StateImage] = {}
-        """By checkpoint and stage."""
-        ctx.blocks.offers(PARTS, self._given)
+    # Given and taken ---------------------------------------------------------------------------------------------------
 
     async def base(self, key: Key, digest: bytes) -> dict[str, Tensor]:
         """Our stage's part of a checkpoint, from our place or from another peer. Raises CheckpointError, NetworkError,
         or ProtocolError."""
         ctx, stage = self._ctx, self._ctx.roster.own.stage
         try:
-            state = await self._replicas.read(key, stage)
+            state = await self.read(key, stage)
             if (await ctx.tasks.aside(PartFacts.of, StateBuffers(state))).digest == digest:
                 return state
         except CheckpointError:
@@ -317,7 +303,7 @@ class PartExchange:
 
     async def _given(self, taker: PeerId, digest: bytes) -> StateImage | None:
         """See ``core.blocks.Reader``. The first request for a part, by the digest of its facts, reads the part."""
-        held = {f.digest: (key, s) for key, parts in self._replicas.known().items() for s, f in parts.items()}
+        held = {f.digest: (key, s) for key, parts in self.known().items() for s, f in parts.items()}
         own = self._ctx.roster.own.stage
         held |= {o.own[1].digest: (o.key, own) for o in self._checkpoints.values() if o.own is not None}
         held |= {copy.digest: of for of, copy in self._copies.items()}
@@ -356,7 +342,7 @@ class PartExchange:
             state = opened.own[0]
         else:
             try:
-                state = await self._replicas.read(key, stage)
+                state = await self.read(key, stage)
             except CheckpointError as e:
                 raise MuletrainError(str(e)) from None
         copy = StateImage(state)
@@ -376,9 +362,8 @@ class Checkpointing:
     def __init__(self, ctx: Context, membership: Membership, book: Book) -> None:
         self._ctx, self.book, self._place = ctx, book, book.place
         self.roles = roles = Roles(ctx.roster, book)
-        self.replicas = replicas = PartReplicas(ctx, roles, book)
         self._open: dict[Key, OpenCheckpoint] = {}
-        self.exchange = PartExchange(ctx, roles, replicas, self._open, membership)
+        self.parts = Parts(ctx, roles, book, self._open, membership)
         self._ends: dict[Key, str] = {}
         """The last ends (``OpenCheckpoint.ended``)."""
         self._clearing: set[Key] = set()
@@ -411,7 +396,7 @@ class Checkpointing:
     async def announce(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
         """Tell all peers that this peer has a part."""
         ctx, key = self._ctx, opened.key
-        place = self._place.name if stage in self.replicas.here(opened) else ""
+        place = self._place.name if stage in self.parts.here(opened) else ""
         ready = PartReady(**key._asdict(), stage=stage, **facts._asdict(), place=place)
         await ctx.tell(ctx.roster.everyone(), ready)  # also peers that are down: a partition may be over
 
@@ -474,7 +459,7 @@ class Checkpointing:
         if self.roles.shares_target() and not self.roles.is_writer():
             return False
         opened = self._open.get(key)
-        return opened is None or self._ctx.roster.own.stage not in self.replicas.here(opened)
+        return opened is None or self._ctx.roster.own.stage not in self.parts.here(opened)
 
     def busy(self) -> str | None:
         """The reason why there is no room for another copy of the state; None: there is room."""
@@ -489,7 +474,7 @@ class Checkpointing:
         """The reason why this peer should not leave the stage yet, if a checkpoint would lose a part."""
         stage = self._ctx.roster.own.stage
         for opened in self._open.values():
-            step, holders, here = opened.key.step, opened.holders.get(stage, set()), self.replicas.here(opened)
+            step, holders, here = opened.key.step, opened.holders.get(stage, set()), self.parts.here(opened)
             others = any(self._ctx.roster.is_alive(p) for p in holders - {self._ctx.net.peer_id})
             there = (stage in here and self.roles.shares_target()) or others
             if opened.key == self._writing or (opened.own is not None and not there):
@@ -522,7 +507,7 @@ class Checkpointing:
         opened = self.open(key)
         buffers = StateBuffers(state)
         facts = await ctx.tasks.aside(PartFacts.of, buffers)
-        if self.roles.shares_target() and (why := await self.replicas.store(opened, stage, facts, buffers)):
+        if self.roles.shares_target() and (why := await self.parts.store(opened, stage, facts, buffers)):
             self.fail(key, why)
         if opened.ended is None:
             opened.own, opened.parts[stage] = (state, facts), facts
@@ -560,7 +545,7 @@ class Checkpointing:
         opened.parts[stage] = ready.facts
         opened.holders[stage].add(sender)
         if writes and ready.place == self._place.name:
-            self.replicas.has(key, stage, ready.facts)
+            self.parts.has(key, stage, ready.facts)
         opened.changed.set()
         if self.roles.coordinates() and writes:
             for earlier in self._before(key.step):  # one part at a time is written, so these will not come
@@ -623,7 +608,7 @@ class Checkpointing:
         ctx, key = self._ctx, opened.key
         if self._before(key.step):
             opened.news = ctx.clock.now()  # earlier checkpoints go first
-        if await self.replicas.is_complete(key):
+        if await self.parts.is_complete(key):
             self.end(key, "")  # the notice was lost
         elif ctx.clock.now() - opened.news > CEILING_S or self._left_s(opened) <= 0:
             reason = opened.lacking(ctx.plan.stages)
@@ -653,36 +638,36 @@ class Checkpointing:
         """Fetch the parts that we should have. As the coordinator, publish when all parts are here. Raises
         NetworkError, ProtocolError or CheckpointError."""
         coordinates, me = self.roles.coordinates(), self._ctx.net.peer_id
-        for stage in sorted(opened.parts.keys() - self.replicas.here(opened)):
+        for stage in sorted(opened.parts.keys() - self.parts.here(opened)):
             if (coordinates and opened.ended is None) or me in self.roles.keepers(stage, me):
                 await self._fetch(opened, stage)
-        if coordinates and len(self.replicas.here(opened)) == self._ctx.plan.stages and opened.ended is None:
+        if coordinates and len(self.parts.here(opened)) == self._ctx.plan.stages and opened.ended is None:
             await self._publish(opened)
 
     async def _fetch(self, opened: OpenCheckpoint, stage: int) -> None:
         key = opened.key
         async with self._fetching:  # memory holds one part at a time, of all checkpoints
-            if opened.ended or stage in self.replicas.here(opened):
+            if opened.ended or stage in self.parts.here(opened):
                 return
             holders, facts = sorted(opened.holders[stage] - {self._ctx.net.peer_id}), opened.parts[stage]
             try:
                 if opened.own is not None and opened.own[1] == facts:
                     state = opened.own[0]
                 else:
-                    state = await self.exchange.take(key, stage, facts, holders)
+                    state = await self.parts.take(key, stage, facts, holders)
             except ProtocolError:  # forget the false announcement, so that another counts
                 if opened.parts.get(stage) == facts:
                     del opened.parts[stage], opened.holders[stage]
                 raise
-            if not opened.ended and (why := await self.replicas.store(opened, stage, facts, StateBuffers(state))):
+            if not opened.ended and (why := await self.parts.store(opened, stage, facts, StateBuffers(state))):
                 self.fail(key, why)
-        if stage in self.replicas.here(opened):
+        if stage in self.parts.here(opened):
             await self.announce(opened, stage, facts)
 
     async def _publish(self, opened: OpenCheckpoint) -> None:
         ctx, key = self._ctx, opened.key
         try:
-            if not await self.replicas.publish(opened) or opened.ended is not None:
+            if not await self.parts.publish(opened) or opened.ended is not None:
                 return
         except CheckpointError as e:
             return self.fail(key, str(e))
@@ -728,7 +713,7 @@ class Checkpointing:
     async def _clear(self, ends: dict[Key, str], *, for_all: bool) -> None:
         coordinates = self.roles.coordinates()
         for key, reason in ends.items():
-            await self.replicas.clear(key, reason)
+            await self.parts.clear(key, reason)
             if reason and coordinates:
                 self._ctx.emit(CheckpointFailed(step=key.step, reason=reason))
             self._clearing.discard(key)

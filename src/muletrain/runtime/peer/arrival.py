@@ -84,7 +84,7 @@ class Arrival:
         self._missed.discard(digest)
         for attempt in itertools.count() if back.parts else ():
             try:
-                await ctx.compute.load_state(await self._checkpointing.exchange.base(back.key, digest))
+                await ctx.compute.load_state(await self._checkpointing.parts.base(back.key, digest))
                 break
             except MuletrainError as e:  # the part's holders may be beginning anew, too
                 took_s = ctx.clock.now() - begun

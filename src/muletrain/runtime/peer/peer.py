@@ -268,7 +268,7 @@ class Peer:
             ctx.emit(LeaveCancelled(stage=ctx.roster.own.stage))
             self._arrival.say_back()
         elif self.destination is None:
-            await self._checkpointing.replicas.tidy(over=False)
+            await self._checkpointing.parts.tidy(over=False)
 
     def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
         """See ``step.reduction.Trainers``."""

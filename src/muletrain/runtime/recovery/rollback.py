@@ -189,7 +189,7 @@ class Rollback:
         every, unserved = range(ctx.plan.stages), self.without_peers()
         parts = [
             (*key, s, facts.digest)
-            for key, parts in sorted((await self._checkpointing.replicas.readable_soon()).items(), reverse=True)
+            for key, parts in sorted((await self._checkpointing.parts.readable_soon()).items(), reverse=True)
             for s, facts in parts.items()
             if max(parts) in every  # else the model was cut otherwise
         ]
