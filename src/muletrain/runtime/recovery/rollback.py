@@ -60,7 +60,6 @@ class Rollback:
         self.ordered: asyncio.Future[StepBack | None] = asyncio.get_running_loop().create_future()
         self._learning = False
         self._tells, self._hears = Seldom(AGAIN_S), Seldom(AGAIN_S)
-        self._takes_orders = Seldom(2 * LOOK_S)
         self._said: tuple[int, ...] = ()
         self._nobody_trains = False
         """Has this been reported?"""
@@ -224,9 +223,9 @@ class Rollback:
 
     def _consider(self, peer: PeerId, order: StepBack | None) -> None:
         """``peer`` is on a later branch, which began with ``order``, if known."""
-        ctx, seldom = self._ctx, self._hears if order is None else self._takes_orders
+        ctx = self._ctx
         busy = self._learning or self.ordered.done() or ctx.tasks.closed or not ctx.roster.knows(peer)
-        if not busy and seldom.due(peer, ctx.clock.now()):  # each time all peers are asked
+        if not busy and self._hears.due(peer, ctx.clock.now()):  # each time all peers are asked
             self._learning = True
             ctx.spawn(self._learn(peer, order), "learn of a step back")
 

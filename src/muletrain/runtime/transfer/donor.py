@@ -183,11 +183,11 @@ class Receiver:
         ``confirm``."""
         ctx, stage = self._ctx, self._ctx.roster.own.stage
         for round_ in range(rounds):
-            replicas, living = ctx.roster.replicas(), [d for d in ctx.roster.replicas() if ctx.roster.is_alive(d)]
-            snapshot, good = _best(await self._offers(living, acceptable, after))
-            if snapshot is None:  # peers that are down are asked only if no live peer has a state
-                dead = [d for d in replicas if d not in living]
-                snapshot, good = _best(await self._offers(dead, acceptable, after))
+            for live in (True, False):  # peers that are down are asked only if no live peer has a state
+                donors = [d for d in ctx.roster.replicas() if ctx.roster.is_alive(d) == live]
+                snapshot, good = _best(await self._offers(donors, acceptable, after))
+                if snapshot is not None:
+                    break
             if snapshot is not None:
                 try:
                     limit = 20 * ctx.compute.n_params + HEADERS  # weights of two steps, two moments, the loss scale
