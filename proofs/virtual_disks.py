@@ -91,7 +91,7 @@ class VirtualFolder(Folder):
     def _write(self, path: str, buffers: Iterable[memoryview]) -> None:
         """Write; on a full disk only half."""
         if self._state.full:
-            head, target = next(iter(buffers)), self._root / path
+            head, target = next(iter(buffers)), self._folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.with_name(f".{target.name}.0").write_bytes(head[: len(head) // 2])
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muletrain.compute.arithmetic import StageArithmetic
-from muletrain.runtime.checkpoint.checkpointing import Checkpointing, PartExchange
+from muletrain.runtime.checkpoint.checkpointing import Checkpointing, Parts
 from muletrain.runtime.checkpoint.store import CheckpointStore
 from muletrain.runtime.members.watchdog import Watchdog
 from muletrain.runtime.step.gradient_log import GradientLog
@@ -68,22 +68,22 @@ def forgets_no_part(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_moments(patch: pytest.MonkeyPatch) -> None:
-    right = PartExchange.base
+    right = Parts.base
 
-    async def base(self: PartExchange, key: Key, digest: bytes) -> dict[str, Tensor]:
+    async def base(self: Parts, key: Key, digest: bytes) -> dict[str, Tensor]:
         state = await right(self, key, digest)
         return {n: t if n.startswith("model/") else torch.zeros_like(t) for n, t in state.items()}
 
-    patch.setattr(PartExchange, "base", base)
+    patch.setattr(Parts, "base", base)
 
 
 def the_beginning_is_near_enough(patch: pytest.MonkeyPatch) -> None:
     """Peers begin with the first weights, at the checkpoint's step."""
 
-    async def base(self: PartExchange, key: Key, digest: bytes) -> dict[str, Tensor]:
+    async def base(self: Parts, key: Key, digest: bytes) -> dict[str, Tensor]:
         return await self._ctx.compute.state()
 
-    patch.setattr(PartExchange, "base", base)
+    patch.setattr(Parts, "base", base)
 
 
 def room_for_one_more(patch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from muletrain.events import (
 )
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runtime.checkpoint import checkpointing
-from muletrain.runtime.checkpoint.checkpointing import REMEMBERED, PartExchange
-from muletrain.runtime.checkpoint.messages import CheckpointEnd, part_name
+from muletrain.runtime.checkpoint.checkpointing import REMEMBERED, Parts
+from muletrain.runtime.checkpoint.messages import CheckpointEnd
 from muletrain.runtime.checkpoint.store import Key, PartFacts
 from muletrain.runtime.core import blocks
 from muletrain.runtime.core.blocks import AskBlocks
@@ -221,7 +221,7 @@ def test_a_holder_that_gives_another_part_than_was_announced_does_not_keep_the_r
         for name in ("one", "other"):
             opened = stages.checkpoints[name].open(key)
             opened.own = {**right, "model/1": -right["model/1"]} if name == liar else right, facts
-        taken = await stages.checkpoints["coordinator"].exchange.take(key, 1, facts, ["one", "other"])
+        taken = await stages.checkpoints["coordinator"].parts.take(key, 1, facts, ["one", "other"])
         assert torch.equal(taken["model/1"], right["model/1"])
         await stages.close()
 
@@ -244,12 +244,14 @@ def test_of_parts_few_copies_are_kept_while_they_are_taken_and_none_when_nobody_
         monkeypatch.setattr(Context, "send", send)
         stages = Stages(tmp_path / "run")
         own, net = stages.checkpoints["one"], stages.contexts["other"].net
+        names = {}
         for step in (4, 5, 6):
             part = state(1)
             own.open(Key(step, LINEAGE)).own = part, PartFacts.of(StateBuffers(part))
+            names[step] = PartFacts.of(StateBuffers(part)).digest
 
         async def ask(step: int, *blocks: int) -> bytes:
-            asked = AskBlocks(digest=part_name(Key(step, LINEAGE), 1), blocks=blocks)
+            asked = AskBlocks(digest=names[step], blocks=blocks)
             return await net.call("one", asked.KIND, asked.pack(), timeout_s=9.0)
 
         for step in (4, 5):
@@ -258,9 +260,9 @@ def test_of_parts_few_copies_are_kept_while_they_are_taken_and_none_when_nobody_
             await ask(6)
         stuck.set()
         assert await ask(6)
-        assert {key.step for key, _ in own.exchange._copies} == {5, 6}, "the oldest went"
+        assert {key.step for key, _ in own.parts._copies} == {5, 6}, "the oldest went"
         await asyncio.sleep(2.0)
-        assert not own.exchange._copies
+        assert not own.parts._copies
         await stages.close()
 
     play(scenario)
@@ -331,13 +333,13 @@ def test_a_part_may_take_its_time_while_the_collector_lives_and_word_of_the_end_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpointing, "CEILING_S", 0.3)
-    take = PartExchange.take
+    take = Parts.take
 
     async def slowly(*args: Any) -> dict[str, Tensor]:
         await asyncio.sleep(1.5)
         return await take(*args)
 
-    monkeypatch.setattr(PartExchange, "take", slowly)
+    monkeypatch.setattr(Parts, "take", slowly)
 
     async def scenario() -> None:
         stages = Stages(tmp_path / "run")
@@ -358,21 +360,21 @@ def test_a_copy_that_fails_is_no_news_once_the_checkpoint_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the end of a run its holders go."""
-    take = PartExchange.take
+    take = Parts.take
 
     async def scenario() -> None:
         stages = Stages(tmp_path / "run", stages={"coordinator": 0, "a": 1, "b": 2})
         tried = asyncio.Event()
 
-        async def vain(exchange: PartExchange, key: Key, *args: Any) -> dict[str, Tensor]:
-            own = next(n for n, c in stages.checkpoints.items() if c.exchange is exchange)
+        async def vain(exchange: Parts, key: Key, *args: Any) -> dict[str, Tensor]:
+            own = next(n for n, c in stages.checkpoints.items() if c.parts is exchange)
             if own == "coordinator":
                 return await take(exchange, key, *args)
             assert await stages.checkpoints[own].ended(key)
             tried.set()
             raise PeerUnreachable("it has gone")
 
-        monkeypatch.setattr(PartExchange, "take", vain)
+        monkeypatch.setattr(Parts, "take", vain)
         assert await stages.checkpoint(4)
         await tried.wait()
         await asyncio.sleep(0.1)

@@ -25,7 +25,6 @@ from muletrain.events import (
     read_events,
 )
 from muletrain.runs.tensorboard import TensorBoardSink
-from muletrain.runtime.checkpoint.checkpointing import PartWriter
 from muletrain.runtime.checkpoint.store import Key
 from tests.checkpoint_stages import LINEAGE, Stages, held_up, names, play
 from tests.connected import trained, wait_for
@@ -90,9 +89,9 @@ def test_a_copy_of_the_state_that_finds_no_room_costs_a_checkpoint_and_no_traini
             raise CapacityError("the disk is full")
 
         for name, made in stages.checkpoints.items():
-            ctx, nothing = stages.contexts[name], Any
+            ctx = stages.contexts[name]
             ctx.compute.state, ctx.compute.lends = full, False  # type: ignore[method-assign, misc]
-            await PartWriter(ctx, nothing, made).write(key, last=True)
+            await made.due(key, last=True)
         assert not await asyncio.wait_for(stages.checkpoints["coordinator"].ended(key), 20)
         assert {e.reason for e in stages.of(CheckpointFailed)} == {"left out: the disk is full"}
         assert not any(ctx.tasks.failure.done() for ctx in stages.contexts.values())

@@ -17,7 +17,6 @@ from muletrain.network.memory import MemoryHub
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.join import messages as join
 from muletrain.runs.join.client import JoinClient
-from muletrain.runtime.checkpoint.messages import part_name
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.blocks import AskBlocks
 from muletrain.runtime.core.branches import branch_of
@@ -53,8 +52,11 @@ async def refused(net: MemoryNetwork, donor: str, ask: Message, match: str) -> N
         await asked(net, donor, ask)
 
 
-def part(stage: int, step: int = 4) -> AskBlocks:
-    return AskBlocks(digest=part_name(Key(step, LINEAGE), stage))
+def part(stages: Stages, holder: str, step: int = 4) -> AskBlocks:
+    """Asks for the part that ``holder`` has written."""
+    own = stages.checkpoints[holder].open(Key(step, LINEAGE)).own
+    assert own is not None
+    return AskBlocks(digest=own[1].digest)
 
 
 def test_a_part_of_a_checkpoint_is_for_its_stage_its_keepers_and_the_collector(tmp_path: Path) -> None:
@@ -70,11 +72,11 @@ def test_a_part_of_a_checkpoint_is_for_its_stage_its_keepers_and_the_collector(t
         assert len(keepers) == 2
         assert others
         for peer in others:
-            await refused(nets[peer], "b", part(1), "for the coordinator and for peers that serve or keep it")  # type: ignore[arg-type]
-        await refused(stranger, "b", part(1), "not a member")
+            await refused(nets[peer], "b", part(stages, "b"), "for the coordinator and for peers that serve or keep it")  # type: ignore[arg-type]
+        await refused(stranger, "b", part(stages, "b"), "not a member")
         offer = b""
         for peer in (*keepers, "c", "coordinator"):
-            offer = await asked(nets[peer], "b", part(1))  # type: ignore[arg-type]
+            offer = await asked(nets[peer], "b", part(stages, "b"))  # type: ignore[arg-type]
         copy = blake3(offer).digest()
         for thief in (*(nets[peer] for peer in others), stranger):  # one that has heard what it is called
             for ask in (AskBlocks(digest=copy), AskBlocks(digest=copy, blocks=(0,))):
@@ -94,9 +96,9 @@ def test_who_moves_by_a_step_back_gets_the_part_of_its_new_stage(tmp_path: Path)
             next(p for p in "ade" if p not in stages.checkpoints["b"].roles.keepers(1, "b")),
         )
         net: Any = stages.contexts[mover].net
-        await refused(net, "b", part(1), "for the coordinator and for peers that serve or keep it")
+        await refused(net, "b", part(stages, "b"), "for the coordinator and for peers that serve or keep it")
         giver.roster.moved(mover, 1)
-        assert await asked(net, "b", part(1))
+        assert await asked(net, "b", part(stages, "b"))
         await stages.close()
 
     play(scenario)
@@ -210,7 +212,7 @@ def test_a_newcomer_that_moved_while_we_were_away_is_asked_who_it_is(tmp_path: P
             return Acquaintances(members=(own,)).pack()
 
         newcomer.serve(Introduce.KIND, who)
-        assert await asked(newcomer, "b", part(1))
+        assert await asked(newcomer, "b", part(stages, "b"))
         await stages.close()
 
     play(scenario)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from muletrain.runtime.checkpoint.checkpointing import PartExchange
+from muletrain.runtime.checkpoint.checkpointing import Parts
 from proofs.play import play
 from proofs.scenario import Fault, Scenario
 from proofs.verdict import readable
@@ -27,15 +27,15 @@ def test_trainers_wait_for_a_stage_as_long_as_the_run_does() -> None:
 @pytest.mark.parametrize("comes_on", [True, False])
 def test_a_peer_whose_state_comes_on_is_waited_for(monkeypatch: pytest.MonkeyPatch, comes_on: bool) -> None:
     """3.6 GB at 20 Mb/s take 24 minutes."""
-    base: Callable[..., Any] = PartExchange.base
+    base: Callable[..., Any] = Parts.base
 
-    async def slowly(self: PartExchange, *args: Any) -> Any:
+    async def slowly(self: Parts, *args: Any) -> Any:
         for _ in range(150 if self._ctx.roster.own.stage == 1 else 0):
             await self._ctx.clock.sleep(10.0)
             self._ctx.net._moved += 10_000 if comes_on else 0  # type: ignore[attr-defined]
         return await base(self, *args)
 
-    monkeypatch.setattr(PartExchange, "base", slowly)
+    monkeypatch.setattr(Parts, "base", slowly)
     lost = Fault(2.6, "kill", ("peer-1a",))
     scenario = Scenario(102, (2, 1), 2, 4, 6, 0.01, (lost,), apart=True, checkpoint_every=1, adopt_after_s=5.0)
     outcome = play(scenario)

@@ -16,7 +16,7 @@ import pytest
 
 from muletrain.compute.threads import InlineExecutor
 from muletrain.events import CheckpointFailed, CheckpointWritten, LeavePutOff, PeerLeft, PeerMoved
-from muletrain.runtime.checkpoint.checkpointing import Checkpointing, PartExchange
+from muletrain.runtime.checkpoint.checkpointing import Checkpointing, Parts
 from muletrain.runtime.checkpoint.messages import CheckpointEnd
 from muletrain.runtime.checkpoint.store import Folder, Key
 from muletrain.sim.loop import run_virtually
@@ -120,7 +120,7 @@ def test_a_disk_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: pytes
         assert "free some space" not in stages.of(CheckpointFailed)[0].reason
         one, key = stages.checkpoints["one"], Key(8, LINEAGE)
         assert not one.begins(key, last=False)
-        assert await asyncio.wait_for(one.replicas.readable(), 1) == {}, "who asks is answered"
+        assert await asyncio.wait_for(one.parts.readable_soon(), 1) == {}, "who asks is answered"
         go_on.set()
         await place.disk.call(lambda: None) if not place.disk.hangs else await asyncio.sleep(1.0)
         assert not place.disk.hangs
@@ -242,13 +242,13 @@ def test_a_writer_does_not_go_before_its_part_is_safe(
     tmp_path: Path, kind: Literal["leave", "move"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It took it along, and the checkpoint was lost although everybody was orderly."""
-    take = PartExchange.take
+    take = Parts.take
 
     async def slowly(*args: Any) -> dict[str, Tensor]:
         await asyncio.sleep(3.0)
         return await take(*args)
 
-    monkeypatch.setattr(PartExchange, "take", slowly)
+    monkeypatch.setattr(Parts, "take", slowly)
     faults = (Fault(2.7, kind, ("peer-1a",)),)
     scenario = Scenario(1, (2, 2), 3, 16, 4, 0.01, faults, checkpoint_every=4, apart=True)
     outcome = run(scenario, tmp_path)

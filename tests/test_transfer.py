@@ -262,24 +262,32 @@ def test_the_only_donor_is_asked_again_and_sends_nothing_twice_that_was_not_lost
     run(scenario)
 
 
-def test_a_block_that_came_while_its_taker_slept_is_taken_and_not_asked_for_again() -> None:
+def test_blocks_that_came_while_their_taker_slept_are_taken_and_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """After a nap of ten minutes it asked without end, and its event loop stood still."""
+    right, sent = StateImage.send, list[int]()
+
+    async def send(self: StateImage, by: Blocks, taker: str, block: int) -> None:
+        await asyncio.sleep(0.01)
+        sent.append(block)
+        await right(self, by, taker, block)
 
     async def scenario() -> None:
-        stage, times = Stage("a"), iter([0.0])
+        stage, naps_s = Stage("a"), [0.0]
+        loop = asyncio.get_running_loop()
 
         async def overslept(awaitable: Any, seconds: float, what: str) -> None:
             await awaitable
+            naps_s[0] += 700.0
 
-        async def ask(first: asyncio.Future[None]) -> None:
-            raise AssertionError("it is here")
-
-        clock: Any = SimpleNamespace(now=lambda: next(times, 700.0), deadline=overslept)
-        ctx = stage.contexts["t"]
-        ctx.blocks.clock = clock
-        whole = asyncio.get_running_loop().create_future()
-        whole.set_result(None)
-        await ctx.downloader()._block("a", whole, "a block", ["a"], ask)
+        monkeypatch.setattr(StateImage, "send", send)
+        clock: Any = SimpleNamespace(now=lambda: loop.time() + naps_s[0], deadline=overslept)
+        stage.contexts["t"].blocks.clock = clock
+        await stage.receiver.fetch(lambda offer: True)
+        stage.check()
+        assert naps_s[0] > 0.0
+        assert len(sent) == len({*sent})
 
     run(scenario)
 

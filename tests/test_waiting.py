@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from muletrain.clock import LoopClock
+from muletrain.clock import Clock, LoopClock
 from muletrain.events import StepWaits
 from muletrain.policy.deadline import Deadline, Pulse
 from muletrain.runtime.core.waiting import MAX_SILENCE, News, Waits, unless_done
@@ -16,14 +16,13 @@ from proofs.scenario import FOR_EVER_S, Fault, Scenario
 from tests.virtual import virtually
 
 
-class _Waiter:
-    """Sees nothing that would end a wait."""
+def waits_of(clock: Clock, news: News) -> Waits:
+    """Of an actor that sees nothing that would end a wait."""
+    return Waits(clock, news, lambda: None, lambda awaited: "")
 
-    def look_around(self) -> None:
-        pass
 
-    def who_is_there(self) -> str:
-        return ""
+async def no_question() -> None:
+    """Asks nobody."""
 
 
 def answer() -> asyncio.Future[None]:
@@ -129,7 +128,7 @@ def test_a_wait_is_not_in_vain_while_what_is_waited_for_goes_on() -> None:
 
         done = asyncio.Event()
         news = News()
-        waits = Waits(clock, news, _Waiter())
+        waits = waits_of(clock, news)
         working = asyncio.create_task(work())
         asyncio.get_running_loop().call_later(60.0, lambda: (done.set(), news.touched()))
         await waits.until(done.is_set, Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask, pulse)
@@ -148,7 +147,7 @@ def test_a_wait_that_went_on_without_questions_is_not_given_up_before_the_next_o
     async def scenario() -> None:
         clock, done, asked = LoopClock(), asyncio.Event(), 0
         news = News()
-        waits = Waits(clock, news, _Waiter())
+        waits = waits_of(clock, news)
 
         async def ask() -> None:
             nonlocal asked
@@ -180,7 +179,7 @@ def test_a_deadline_that_was_missed_does_not_lengthen_the_next() -> None:
     async def scenario() -> None:
         clock, done = LoopClock(), asyncio.Event()
         news = News()
-        waits, deadline = Waits(clock, news, _Waiter()), Deadline(floor_s=0.5)
+        waits, deadline = waits_of(clock, news), Deadline(floor_s=0.5)
 
         async def ask() -> None:
             done.set()
@@ -220,10 +219,10 @@ def test_what_came_before_the_second_question_says_how_long_a_first_wait_takes(
 
     async def scenario() -> None:
         clock, news, came = LoopClock(), News(), list[float]()
-        waits = Waits(clock, news, _Waiter())
+        waits = waits_of(clock, news)
         for at_s in comes_s:
             asyncio.get_running_loop().call_later(at_s, lambda at_s=at_s: (came.append(at_s), news.touched()))
-        await waits.until(lambda: len(came) == len(comes_s), deadline, "it", so_far=lambda: len(came))
+        await waits.until(lambda: len(came) == len(comes_s), deadline, "it", no_question, so_far=lambda: len(came))
 
     virtually(scenario())
     assert deadline.seconds() == pytest.approx(deadline_s)
@@ -238,7 +237,7 @@ def test_a_long_wait_is_not_given_up_while_those_we_ask_say_that_they_come_on() 
         clock, done = LoopClock(), asyncio.Event()
         news = News()
         news.patience_s = 5.0
-        waits = Waits(clock, news, _Waiter())
+        waits = waits_of(clock, news)
 
         async def ask() -> None:
             asked.append(clock.now())
@@ -257,7 +256,7 @@ def test_who_stood_still_itself_asks_before_it_gives_up() -> None:
     async def scenario() -> None:
         clock, done = _Jumping(), asyncio.Event()
         news = News()
-        waits = Waits(clock, news, _Waiter())
+        waits = waits_of(clock, news)
 
         async def ask() -> None:
             if clock.slept_s:
@@ -287,7 +286,7 @@ def test_who_is_asked_for_because_somebody_died_is_asked_at_once() -> None:
     async def scenario() -> None:
         clock, done = LoopClock(), asyncio.Event()
         news = News()
-        waits = Waits(clock, news, _Waiter())
+        waits = waits_of(clock, news)
 
         async def ask() -> None:
             asked.append(clock.now())
@@ -330,7 +329,7 @@ def test_what_was_waited_for_holds_when_the_wait_ends() -> None:
             news.touched()
 
         asyncio.get_running_loop().call_later(10.0, come)
-        waits = Waits(LoopClock(), news, _Waiter())
+        waits = waits_of(LoopClock(), news)
         await waits.until(lambda: held[0], Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask)
         assert held[0]
 

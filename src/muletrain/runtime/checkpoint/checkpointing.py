@@ -26,9 +26,9 @@ from muletrain.errors import (
 from muletrain.events import CheckpointFailed, CheckpointWritten, PartNotKept, TransferFailed
 from muletrain.policy.checkpoints import keepers
 from muletrain.policy.deadline import CEILING_S
-from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady, largest_part, part_name
+from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady, largest_part
 from muletrain.runtime.checkpoint.store import Key, PartFacts
-from muletrain.runtime.core.blocks import HEADERS, Download, StateImage
+from muletrain.runtime.core.blocks import HEADERS, StateImage
 from muletrain.runtime.core.times import GONE_S, LAG_S, LOOK_S, pause_s
 from muletrain.wire.statefile import StateBuffers
 
@@ -140,20 +140,26 @@ class OpenCheckpoint:
         return f"no part of stages {lacking} came" if lacking else "its parts did not come whole"
 
 
-class PartReplicas:
-    """Owns the book's list of parts in the place: of this peer's stage, and of stages that this peer keeps or
-    gathers."""
+class Parts:
+    """Owns the book's list of parts in the place, of this peer's stage and of stages that this peer keeps or gathers, and
+    the copies that it gives to entitled peers over ``core.blocks``."""
 
-    def __init__(self, ctx: Context, roles: Roles, book: Book) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        roles: Roles,
+        book: Book,
+        checkpoints: Mapping[Key, OpenCheckpoint],
+        membership: Membership,
+    ) -> None:
         self._ctx, self._roles, self._book, self._place = ctx, roles, book, book.place
-        self.missed = book.missed
+        self._checkpoints, self._membership, self._downloader = checkpoints, membership, ctx.downloader()
         self._tidied = False
-        self._looking: asyncio.Task[dict[Key, dict[int, PartFacts]]] | None = None
-
-    def reached(self, step: int) -> int:
-        """Note that this peer is at ``step``. Returns the furthest step that it has come to."""
-        self._book.reached = max(self._book.reached, step)
-        return self._book.reached
+        self._looking: asyncio.Task[None] | None = None
+        self._reading = asyncio.Lock()
+        self._copies: dict[tuple[Key, int], StateImage] = {}
+        """By checkpoint and stage."""
+        ctx.blocks.offers(PARTS, self._given)
 
     def here(self, opened: OpenCheckpoint) -> set[int]:
         """The stages with announced parts in the place."""
@@ -196,31 +202,25 @@ class PartReplicas:
             raise CheckpointError(f"stage {stage}'s part of checkpoint {key.step} is not here: {e}") from e
         return state
 
-    async def readable(self) -> dict[Key, dict[int, PartFacts]]:
-        """The parts of all checkpoints in the place."""
-        complete = self._book.complete
-        if self._ctx.tasks.closed:
-            return dict(self._book.parts)
-        with suppress(OSError):  # the store cannot be reached now: use the last answer
-            found = await self._place.disk.call(self._place.complete)
-            complete.clear()
-            complete.update(found)
-        return self.known()
+    async def look(self) -> None:
+        """Read which checkpoints in the place are complete. If the store cannot be reached now, the last answer stays."""
+        with suppress(OSError):
+            self._book.complete = await self._place.disk.call(self._place.complete)
 
     def known(self) -> dict[Key, dict[int, PartFacts]]:
-        """The parts that were in the place at the last look."""
+        """The parts of all checkpoints that were in the place at the last look."""
         parts, complete = self._book.parts, self._book.complete
         return {key: {**parts.get(key, {}), **complete.get(key, {})} for key in {*parts, *complete}}
 
     async def readable_soon(self) -> dict[Key, dict[int, PartFacts]]:
-        """As ``readable``, or the last known parts if the disk takes longer, so that the asking peer need not wait.
-        Concurrent calls share one read."""
-        if self._looking is None or self._looking.done():
-            self._looking = self._ctx.spawn(self.readable(), "look at checkpoints")
-        try:
-            return await self._ctx.clock.deadline(asyncio.shield(self._looking), LAG_S, "the checkpoints' place")
-        except DeadlineExceeded:
-            return self.known()
+        """The parts in the place, or the last known parts if the disk takes longer, so that the asking peer need not
+        wait. Concurrent calls share one look."""
+        if not self._ctx.tasks.closed:
+            if self._looking is None or self._looking.done():
+                self._looking = self._ctx.spawn(self.look(), "look at checkpoints")
+            with suppress(DeadlineExceeded):
+                await self._ctx.clock.deadline(asyncio.shield(self._looking), LAG_S, "the checkpoints' place")
+        return self.known()
 
     async def publish(self, opened: OpenCheckpoint) -> bool:
         """Complete a checkpoint with all parts here. Returns False if parts are gone, to be fetched again. Raises
@@ -238,10 +238,8 @@ class PartReplicas:
 
     async def is_complete(self, key: Key) -> bool:
         """Has a peer that shares the place completed the checkpoint?"""
-        try:
-            return key in await self._place.disk.call(self._place.complete)
-        except OSError:
-            return False
+        await self.look()
+        return key in self._book.complete
 
     async def clear(self, key: Key, reason: str) -> None:
         """Remove parts that no peer needs after the end of ``key``; ``reason``: of the failure, else empty."""
@@ -272,33 +270,14 @@ class PartReplicas:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return f"{error.strerror or error}: {self._place.where(key)} ({'free some space; ' * full}training goes on)"
 
-
-class PartExchange:
-    """Gives parts to entitled peers, and takes parts, over ``core.blocks``. Owns the copies that it
-    gives."""
-
-    def __init__(
-        self,
-        ctx: Context,
-        roles: Roles,
-        replicas: PartReplicas,
-        checkpoints: Mapping[Key, OpenCheckpoint],
-        membership: Membership,
-    ) -> None:
-        self._ctx, self._roles, self._replicas, self._checkpoints = ctx, roles, replicas, checkpoints
-        self._membership, self._downloader = membership, ctx.downloader()
-        self._download = Download(self._downloader)
-        self._reading = asyncio.Lock()
-        self._copies: dict[tuple[Key, int], StateImage] = {}
-        """By checkpoint and stage."""
-        ctx.blocks.offers(PARTS, self._given)
+    # Given and taken ---------------------------------------------------------------------------------------------------
 
     async def base(self, key: Key, digest: bytes) -> dict[str, Tensor]:
         """Our stage's part of a checkpoint, from our place or from another peer. Raises CheckpointError, NetworkError,
         or ProtocolError."""
         ctx, stage = self._ctx, self._ctx.roster.own.stage
         try:
-            state = await self._replicas.read(key, stage)
+            state = await self.read(key, stage)
             if (await ctx.tasks.aside(PartFacts.of, StateBuffers(state))).digest == digest:
                 return state
         except CheckpointError:
@@ -309,9 +288,9 @@ class PartExchange:
         """Take a part from ``holders``, first from most that give the same copy. Raises NetworkError, or ProtocolError if
         the digest differs from ``facts``."""
         error: NetworkError = PeerUnreachable(f"no peer gives this part of checkpoint {key.step}")
-        for packed, donors in await self._downloader.manifests(part_name(key, stage), holders):
+        for packed, donors in await self._downloader.manifests(facts.digest, holders):
             try:
-                state = await self._download.take(blake3(packed).digest(), donors, facts.size + HEADERS)
+                state = await self._downloader.take(blake3(packed).digest(), donors, facts.size + HEADERS)
             except NetworkError as e:
                 error = e
                 continue
@@ -323,10 +302,12 @@ class PartExchange:
         raise error
 
     async def _given(self, taker: PeerId, digest: bytes) -> StateImage | None:
-        """See ``core.blocks.Reader``. The first request for a part reads the part."""
-        known = [of for of, copy in self._copies.items() if copy.digest == digest]
-        of = next((p for p in (*known, *self._held()) if p in known or part_name(*p) == digest), None)
-        if of is None:
+        """See ``core.blocks.Reader``. The first request for a part, by the digest of its facts, reads the part."""
+        held = {f.digest: (key, s) for key, parts in self.known().items() for s, f in parts.items()}
+        own = self._ctx.roster.own.stage
+        held |= {o.own[1].digest: (o.key, own) for o in self._checkpoints.values() if o.own is not None}
+        held |= {copy.digest: of for of, copy in self._copies.items()}
+        if (of := held.get(digest)) is None:
             return None
         if self._ctx.tasks.closed:
             raise MuletrainError("this peer begins anew; ask again")
@@ -334,11 +315,6 @@ class PartExchange:
             raise MuletrainError(f"stage {of[1]}'s part is for the coordinator and for peers that serve or keep it")
         async with self._reading:  # one part at a time is read, for all takers
             return self._copies.get(of) or await self._make(*of)
-
-    def _held(self) -> list[tuple[Key, int]]:
-        """The checkpoint and stage of each part that this peer can read."""
-        own = [(o.key, self._ctx.roster.own.stage) for o in self._checkpoints.values() if o.own is not None]
-        return own + [(key, stage) for key, parts in self._replicas.known().items() for stage in parts]
 
     async def _may_have(self, peer: PeerId, stage: int) -> bool:
         """Does ``peer`` coordinate, keep the stage's part, or serve the stage, by our own roster? Raises ProtocolError
@@ -366,7 +342,7 @@ class PartExchange:
             state = opened.own[0]
         else:
             try:
-                state = await self._replicas.read(key, stage)
+                state = await self.read(key, stage)
             except CheckpointError as e:
                 raise MuletrainError(str(e)) from None
         copy = StateImage(state)
@@ -384,11 +360,10 @@ class Checkpointing:
     the run's last checkpoint waits instead."""
 
     def __init__(self, ctx: Context, membership: Membership, book: Book) -> None:
-        self._ctx, self._place = ctx, book.place
+        self._ctx, self.book, self._place = ctx, book, book.place
         self.roles = roles = Roles(ctx.roster, book)
-        self.replicas = replicas = PartReplicas(ctx, roles, book)
         self._open: dict[Key, OpenCheckpoint] = {}
-        self.exchange = PartExchange(ctx, roles, replicas, self._open, membership)
+        self.parts = Parts(ctx, roles, book, self._open, membership)
         self._ends: dict[Key, str] = {}
         """The last ends (``OpenCheckpoint.ended``)."""
         self._clearing: set[Key] = set()
@@ -399,6 +374,8 @@ class Checkpointing:
         self._fetching = asyncio.Lock()
         self._writing: Key | None = None
         """The checkpoint of the part that we hash or store now."""
+        self._written: Key | None = None
+        """The last checkpoint that was written because no trainer was left."""
 
     def open(self, key: Key) -> OpenCheckpoint:
         """The checkpoint ``key``, which has not ended; opened if new."""
@@ -419,7 +396,7 @@ class Checkpointing:
     async def announce(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
         """Tell all peers that this peer has a part."""
         ctx, key = self._ctx, opened.key
-        place = self._place.name if stage in self.replicas.here(opened) else ""
+        place = self._place.name if stage in self.parts.here(opened) else ""
         ready = PartReady(**key._asdict(), stage=stage, **facts._asdict(), place=place)
         await ctx.tell(ctx.roster.everyone(), ready)  # also peers that are down: a partition may be over
 
@@ -429,6 +406,37 @@ class Checkpointing:
     def copies(self) -> int:
         """Number of copies of our state that are kept for checkpoints."""
         return sum(opened.own is not None for opened in self._open.values())
+
+    async def due(self, key: Key, *, last: bool) -> None:
+        """After the step of ``key`` was applied: write our stage's part while training goes on, if we should. Without memory
+        for a copy of the state (``Compute.lends``), training waits until the checkpoint has ended."""
+        if (
+            (earlier := self._written) is not None
+            and self.end_of(earlier) is None
+            and self.roles.coordinator is not None
+        ):
+            self.leave_out(earlier, "left out: the run went on before it was complete")  # that copy would be in the way
+        self._written = None
+        if self.begins(key, last=last):
+            self._spawn(key, await self.copy(key))
+            if self._ctx.compute.lends:
+                await self.ended(key)
+
+    async def write_what_there_is(self, at: Position) -> None:
+        """No trainer is left: write our part of a checkpoint of the weights before this step, once, since the step may
+        never be done."""
+        key = Key(at.step, at.applied)
+        done = key == self._written or not key.step or at.work.all_completed  # otherwise another follows soon
+        if done or not at.settled or at.away or not self.begins(key, last=True):
+            return
+        state = await self.copy(key)
+        if at.settled and key == Key(at.step, at.applied):
+            self._written = key
+            self._spawn(key, state)
+
+    def _spawn(self, key: Key, state: dict[str, Tensor] | None) -> None:
+        if state is not None:
+            self._ctx.spawn(self.write(key, state), f"part of checkpoint {key.step}")
 
     def begins(self, key: Key, *, last: bool) -> bool:
         """After the step of ``key`` was applied: should we write our stage's part now? If another copy of the state is
@@ -443,11 +451,6 @@ class Checkpointing:
             self.leave_out(key, f"left out: {reason}")
         return reason is None
 
-    def drop(self, key: Key) -> None:
-        """Give up checkpoint ``key``, unless ended."""
-        if self.end_of(key) is None and self.roles.coordinator is not None:
-            self.leave_out(key, "left out: the run went on before it was complete")
-
     def wants(self, key: Key) -> bool:
         """Should we still offer our stage's part of the last checkpoint? A peer that shares the place leaves the offer
         to the writer."""
@@ -456,7 +459,7 @@ class Checkpointing:
         if self.roles.shares_target() and not self.roles.is_writer():
             return False
         opened = self._open.get(key)
-        return opened is None or self._ctx.roster.own.stage not in self.replicas.here(opened)
+        return opened is None or self._ctx.roster.own.stage not in self.parts.here(opened)
 
     def busy(self) -> str | None:
         """The reason why there is no room for another copy of the state; None: there is room."""
@@ -471,7 +474,7 @@ class Checkpointing:
         """The reason why this peer should not leave the stage yet, if a checkpoint would lose a part."""
         stage = self._ctx.roster.own.stage
         for opened in self._open.values():
-            step, holders, here = opened.key.step, opened.holders.get(stage, set()), self.replicas.here(opened)
+            step, holders, here = opened.key.step, opened.holders.get(stage, set()), self.parts.here(opened)
             others = any(self._ctx.roster.is_alive(p) for p in holders - {self._ctx.net.peer_id})
             there = (stage in here and self.roles.shares_target()) or others
             if opened.key == self._writing or (opened.own is not None and not there):
@@ -504,7 +507,7 @@ class Checkpointing:
         opened = self.open(key)
         buffers = StateBuffers(state)
         facts = await ctx.tasks.aside(PartFacts.of, buffers)
-        if self.roles.shares_target() and (why := await self.replicas.store(opened, stage, facts, buffers)):
+        if self.roles.shares_target() and (why := await self.parts.store(opened, stage, facts, buffers)):
             self.fail(key, why)
         if opened.ended is None:
             opened.own, opened.parts[stage] = (state, facts), facts
@@ -542,7 +545,7 @@ class Checkpointing:
         opened.parts[stage] = ready.facts
         opened.holders[stage].add(sender)
         if writes and ready.place == self._place.name:
-            self.replicas.has(key, stage, ready.facts)
+            self.parts.has(key, stage, ready.facts)
         opened.changed.set()
         if self.roles.coordinates() and writes:
             for earlier in self._before(key.step):  # one part at a time is written, so these will not come
@@ -605,7 +608,7 @@ class Checkpointing:
         ctx, key = self._ctx, opened.key
         if self._before(key.step):
             opened.news = ctx.clock.now()  # earlier checkpoints go first
-        if await self.replicas.is_complete(key):
+        if await self.parts.is_complete(key):
             self.end(key, "")  # the notice was lost
         elif ctx.clock.now() - opened.news > CEILING_S or self._left_s(opened) <= 0:
             reason = opened.lacking(ctx.plan.stages)
@@ -635,36 +638,36 @@ class Checkpointing:
         """Fetch the parts that we should have. As the coordinator, publish when all parts are here. Raises
         NetworkError, ProtocolError or CheckpointError."""
         coordinates, me = self.roles.coordinates(), self._ctx.net.peer_id
-        for stage in sorted(opened.parts.keys() - self.replicas.here(opened)):
+        for stage in sorted(opened.parts.keys() - self.parts.here(opened)):
             if (coordinates and opened.ended is None) or me in self.roles.keepers(stage, me):
                 await self._fetch(opened, stage)
-        if coordinates and len(self.replicas.here(opened)) == self._ctx.plan.stages and opened.ended is None:
+        if coordinates and len(self.parts.here(opened)) == self._ctx.plan.stages and opened.ended is None:
             await self._publish(opened)
 
     async def _fetch(self, opened: OpenCheckpoint, stage: int) -> None:
         key = opened.key
         async with self._fetching:  # memory holds one part at a time, of all checkpoints
-            if opened.ended or stage in self.replicas.here(opened):
+            if opened.ended or stage in self.parts.here(opened):
                 return
             holders, facts = sorted(opened.holders[stage] - {self._ctx.net.peer_id}), opened.parts[stage]
             try:
                 if opened.own is not None and opened.own[1] == facts:
                     state = opened.own[0]
                 else:
-                    state = await self.exchange.take(key, stage, facts, holders)
+                    state = await self.parts.take(key, stage, facts, holders)
             except ProtocolError:  # forget the false announcement, so that another counts
                 if opened.parts.get(stage) == facts:
                     del opened.parts[stage], opened.holders[stage]
                 raise
-            if not opened.ended and (why := await self.replicas.store(opened, stage, facts, StateBuffers(state))):
+            if not opened.ended and (why := await self.parts.store(opened, stage, facts, StateBuffers(state))):
                 self.fail(key, why)
-        if stage in self.replicas.here(opened):
+        if stage in self.parts.here(opened):
             await self.announce(opened, stage, facts)
 
     async def _publish(self, opened: OpenCheckpoint) -> None:
         ctx, key = self._ctx, opened.key
         try:
-            if not await self.replicas.publish(opened) or opened.ended is not None:
+            if not await self.parts.publish(opened) or opened.ended is not None:
                 return
         except CheckpointError as e:
             return self.fail(key, str(e))
@@ -710,7 +713,7 @@ class Checkpointing:
     async def _clear(self, ends: dict[Key, str], *, for_all: bool) -> None:
         coordinates = self.roles.coordinates()
         for key, reason in ends.items():
-            await self.replicas.clear(key, reason)
+            await self.parts.clear(key, reason)
             if reason and coordinates:
                 self._ctx.emit(CheckpointFailed(step=key.step, reason=reason))
             self._clearing.discard(key)
@@ -726,40 +729,3 @@ class Checkpointing:
             self._cleared.clear()
             await self._cleared.wait()
         return not self._ends[key]
-
-
-class PartWriter:
-    """Copies the state between two steps, for writing while training goes on. Without memory for a copy
-    (``Compute.lends``), training waits until the checkpoint has ended."""
-
-    def __init__(self, ctx: Context, position: Position, checkpointing: Checkpointing) -> None:
-        self._ctx, self._position, self._checkpointing = ctx, position, checkpointing
-        self._written: Key | None = None
-        """The last checkpoint that was written because no trainer was left."""
-
-    async def write(self, key: Key, *, last: bool) -> None:
-        """Write our part of checkpoint ``key``, if begun here. Drop a checkpoint that was written because no trainer
-        was left: the run has gone on, and that copy of the state would block the checkpoints that are due."""
-        if (earlier := self._written) is not None:
-            self._written = None
-            self._checkpointing.drop(earlier)
-        if self._checkpointing.begins(key, last=last):
-            self._spawn(key, await self._checkpointing.copy(key))
-            if self._ctx.compute.lends:
-                await self._checkpointing.ended(key)
-
-    async def write_what_there_is(self) -> None:
-        """Write our part of a checkpoint of the weights before this step, once: the step may never be done."""
-        at = self._position
-        key = Key(at.step, at.applied)
-        done = key == self._written or not key.step or at.work.all_completed  # otherwise another follows soon
-        if done or not at.settled or at.away or not self._checkpointing.begins(key, last=True):
-            return
-        state = await self._checkpointing.copy(key)
-        if at.settled and key == Key(at.step, at.applied):
-            self._written = key
-            self._spawn(key, state)
-
-    def _spawn(self, key: Key, state: dict[str, Tensor] | None) -> None:
-        if state is not None:
-            self._ctx.spawn(self._checkpointing.write(key, state), f"part of checkpoint {key.step}")

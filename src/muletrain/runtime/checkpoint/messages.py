@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from blake3 import blake3
 from pydantic import Field
 
 from muletrain.network.base import Channel
@@ -51,11 +50,6 @@ class CheckpointEnd(OfCheckpoint):
     KIND: ClassVar[str] = "checkpoint_end"
     reason: Text = ""
     left_out: bool = False
-
-
-def part_name(key: Key, stage: int) -> bytes:
-    """The name of the part of ``stage`` for peers that ask for the manifest of a copy (``core.blocks``)."""
-    return blake3(b"part of %d at %d %b" % (stage, *key)).digest()
 
 
 def largest_part(state_bytes: int) -> int:

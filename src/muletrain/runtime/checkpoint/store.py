@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import shutil
-from abc import ABC, abstractmethod
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +31,8 @@ from muletrain.wire.statefile import cut
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import IO
+
+    from fsspec import AbstractFileSystem
 
 Sha256 = Field(pattern="^[0-9a-f]{64}$")
 
@@ -120,20 +121,22 @@ class PartFacts(NamedTuple):
         return cls(size, digest.digest())
 
 
-class CheckpointStore(ABC):
-    """A place for checkpoints. ``keep``: number of newest complete checkpoints to keep. ``disk``: runs the calls."""
+class CheckpointStore:
+    """A place for checkpoints, in any file system of fsspec. Nothing is renamed there: a folder with a manifest is complete.
+    ``keep``: number of newest complete checkpoints to keep. ``disk``: runs the calls."""
 
-    def __init__(self, keep: int) -> None:
+    def __init__(self, fs: AbstractFileSystem, root: str, keep: int, url: str = "") -> None:
         self.keep, self.disk = keep, Disk()
+        self._fs, self._root, self._url = fs, root, url.rstrip("/")
 
     @cached_property
     def name(self) -> str:
         """The place's name, the same for all peers that share the place."""
         return hashlib.sha256(self._identity().encode()).hexdigest()[:16]
 
-    @abstractmethod
     def _identity(self) -> str:
         """A text that all peers that share the place see."""
+        return self._url
 
     def write_part(self, key: Key, stage: int, buffers: Iterable[memoryview]) -> None:
         """Write a part of a checkpoint that is not complete yet."""
@@ -215,161 +218,22 @@ class CheckpointStore(ABC):
             yield
             self.disk.moved()
 
-    def _whole(self, file: IO[bytes]) -> bytes:
-        pieces = []
-        while piece := file.read(PIECE):
-            pieces.append(piece)
-            self.disk.moved()
-        return b"".join(pieces)
-
-    @abstractmethod
     def where(self, key: Key) -> str:
         """Path or URL of the complete checkpoint, for people."""
+        return f"{self._url}/{self._complete(key)}"
 
-    @abstractmethod
     def _open(self, key: Key) -> str:
         """The folder of an incomplete checkpoint."""
-
-    @abstractmethod
-    def _complete(self, key: Key) -> str: ...
-
-    @abstractmethod
-    def _is_complete(self, name: str) -> bool: ...
-
-    @abstractmethod
-    def _finish(self, key: Key) -> None:
-        """Complete a checkpoint with a written manifest."""
-
-    @abstractmethod
-    def _names(self) -> list[str]: ...
-
-    @abstractmethod
-    def _write(self, path: str, buffers: Iterable[memoryview]) -> None: ...
-
-    @abstractmethod
-    def _read(self, path: str) -> bytes: ...
-
-    @abstractmethod
-    def _size(self, path: str) -> int | None:
-        """Size of a file [bytes]; None: missing."""
-
-    @abstractmethod
-    def _remove(self, path: str) -> None:
-        """Remove a folder, if present."""
-
-
-class Folder(CheckpointStore):
-    """A folder on a local or shared disk. Checkpoints survive power cuts: the final name comes last."""
-
-    def __init__(self, root: Path, keep: int, name: str | None = None) -> None:
-        """``name``: identity of the place; default: its marker."""
-        super().__init__(keep)
-        self._root, self._given = root, name
-
-    def _identity(self) -> str:
-        """The marker's text; a read-only folder is never shared."""
-        if self._given is not None:
-            return self._given
-        marker, own = self._root / MARKER, secrets.token_hex(16)
-        draft = marker.with_name(f"{MARKER}.{own}")
-        try:
-            if not marker.exists():
-                self._root.mkdir(parents=True, exist_ok=True)
-                draft.write_text(own)
-                with suppress(FileExistsError):
-                    _link(draft, marker)
-            with marker.open("rb") as file:
-                found = file.read(2 * len(own))
-        except OSError:
-            return own
-        finally:
-            with suppress(OSError):
-                draft.unlink(missing_ok=True)
-        if not re.fullmatch(rb"[0-9a-f]{32}|", found):
-            raise CheckpointError(f"{marker} is not what muletrain wrote: remove it if no run uses that folder now")
-        return found.decode() or own
-
-    def where(self, key: Key) -> str:
-        return str(self._root / self._complete(key))
-
-    def _open(self, key: Key) -> str:
-        return f".step-{key.step:08d}-{key.tail}.partial"
-
-    def _complete(self, key: Key) -> str:
-        """The second name if that folder exists: then another history, or a damaged folder, has the first name."""
-        first, second = self._finals(key)
-        return second if (self._root / second).is_dir() else first
-
-    def _finals(self, key: Key) -> tuple[str, str]:
-        return f"step-{key.step:08d}", f"step-{key.step:08d}-{key.tail}"
-
-    def _is_complete(self, name: str) -> bool:
-        return not name.endswith(".partial")
-
-    def _finish(self, key: Key) -> None:
-        for final in self._finals(key):
-            if key in self.complete():  # another coordinator was as fast
-                return self._remove(self._open(key))
-            try:
-                os.replace(self._root / self._open(key), self._root / final)
-                break
-            except OSError:  # the name is taken, or another coordinator has just renamed the folder
-                if final == self._finals(key)[-1] and key not in self.complete():
-                    raise
-        _sync_folder(self._root)
-
-    def _names(self) -> list[str]:
-        return os.listdir(self._root) if self._root.is_dir() else []
-
-    def _write(self, path: str, buffers: Iterable[memoryview]) -> None:
-        target = self._root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        with partial.open("wb") as file:
-            for _ in self._pieces(buffers, file):
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(partial, target)
-        _sync_folder(target.parent)
-
-    def _read(self, path: str) -> bytes:
-        with (self._root / path).open("rb") as file:
-            return self._whole(file)
-
-    def _size(self, path: str) -> int | None:
-        try:
-            return (self._root / path).stat().st_size
-        except FileNotFoundError:
-            return None
-
-    def _remove(self, path: str) -> None:
-        shutil.rmtree(self._root / path, ignore_errors=True)
-
-
-class Store(CheckpointStore):
-    """A store that fsspec writes to. Nothing is renamed there: a folder with a manifest is complete."""
-
-    def __init__(self, url: str, keep: int) -> None:
-        super().__init__(keep)
-        self._fs, self._root = fsspec.core.url_to_fs(url)
-        self._url = url
-
-    def _identity(self) -> str:
-        return self._url
-
-    def where(self, key: Key) -> str:
-        return f"{self._url.rstrip('/')}/{self._complete(key)}"
-
-    def _open(self, key: Key) -> str:
         return f"step-{key.step:08d}-{key.tail}"
 
-    _complete = _open
+    def _complete(self, key: Key) -> str:
+        return self._open(key)
 
     def _is_complete(self, name: str) -> bool:
         return bool(self._fs.exists(f"{self._root}/{name}/{MANIFEST}"))
 
     def _finish(self, key: Key) -> None:
-        pass
+        """Complete a checkpoint with a written manifest."""
 
     def _names(self) -> list[str]:
         self._fs.invalidate_cache()
@@ -386,10 +250,15 @@ class Store(CheckpointStore):
                 pass
 
     def _read(self, path: str) -> bytes:
+        pieces = []
         with self._fs.open(f"{self._root}/{path}", "rb") as file:
-            return self._whole(file)
+            while piece := file.read(PIECE):
+                pieces.append(piece)
+                self.disk.moved()
+        return b"".join(pieces)
 
     def _size(self, path: str) -> int | None:
+        """Size of a file [bytes]; None: missing."""
         self._fs.invalidate_cache()
         try:
             return int(self._fs.size(f"{self._root}/{path}"))
@@ -397,11 +266,87 @@ class Store(CheckpointStore):
             return None
 
     def _remove(self, path: str) -> None:
+        """Remove a folder, if present."""
         full = f"{self._root}/{path}"
         if self._fs.exists(f"{full}/{MANIFEST}"):  # first: half a folder must not look complete
             self._fs.rm_file(f"{full}/{MANIFEST}")
         if self._fs.exists(full):
             self._fs.rm(full, recursive=True)
+
+
+class Folder(CheckpointStore):
+    """A folder on a local or shared disk. Checkpoints survive power cuts: the final name comes last."""
+
+    def __init__(self, root: Path, keep: int, name: str | None = None) -> None:
+        """``name``: identity of the place; default: its marker."""
+        super().__init__(LocalFileSystem(), str(root.absolute()), keep)
+        self._folder, self._given = root, name
+
+    def _identity(self) -> str:
+        """The marker's text; a read-only folder is never shared."""
+        if self._given is not None:
+            return self._given
+        marker, own = self._folder / MARKER, secrets.token_hex(16)
+        draft = marker.with_name(f"{MARKER}.{own}")
+        try:
+            if not marker.exists():
+                self._folder.mkdir(parents=True, exist_ok=True)
+                draft.write_text(own)
+                with suppress(FileExistsError):
+                    _link(draft, marker)
+            with marker.open("rb") as file:
+                found = file.read(2 * len(own))
+        except OSError:
+            return own
+        finally:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+        if not re.fullmatch(rb"[0-9a-f]{32}|", found):
+            raise CheckpointError(f"{marker} is not what muletrain wrote: remove it if no run uses that folder now")
+        return found.decode() or own
+
+    def where(self, key: Key) -> str:
+        return str(self._folder / self._complete(key))
+
+    def _open(self, key: Key) -> str:
+        return f".step-{key.step:08d}-{key.tail}.partial"
+
+    def _complete(self, key: Key) -> str:
+        """The second name if that folder exists: then another history, or a damaged folder, has the first name."""
+        first, second = self._finals(key)
+        return second if (self._folder / second).is_dir() else first
+
+    def _finals(self, key: Key) -> tuple[str, str]:
+        return f"step-{key.step:08d}", f"step-{key.step:08d}-{key.tail}"
+
+    def _is_complete(self, name: str) -> bool:
+        return not name.endswith(".partial")
+
+    def _finish(self, key: Key) -> None:
+        for final in self._finals(key):
+            if key in self.complete():  # another coordinator was as fast
+                return self._remove(self._open(key))
+            try:
+                os.replace(self._folder / self._open(key), self._folder / final)
+                break
+            except OSError:  # the name is taken, or another coordinator has just renamed the folder
+                if final == self._finals(key)[-1] and key not in self.complete():
+                    raise
+        _sync_folder(self._folder)
+
+    def _write(self, path: str, buffers: Iterable[memoryview]) -> None:
+        target = self._folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}")
+        with partial.open("wb") as file:
+            for _ in self._pieces(buffers, file):
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, target)
+        _sync_folder(target.parent)
+
+    def _remove(self, path: str) -> None:
+        shutil.rmtree(self._folder / path, ignore_errors=True)
 
 
 PROTOCOLS = ("file", "local", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "sftp", "ssh", "memory")
@@ -418,7 +363,7 @@ def open_place(url: str, keep: int) -> CheckpointStore:
         fs, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError, OSError) as e:
         raise ConfigError(f"checkpoint.place: {url} cannot be used on this machine: {e}") from e
-    return Folder(Path(path), keep) if isinstance(fs, LocalFileSystem) else Store(url, keep)
+    return Folder(Path(path), keep) if isinstance(fs, LocalFileSystem) else CheckpointStore(fs, path, keep, url)
 
 
 def _file(stage: int) -> str:

@@ -17,7 +17,7 @@ import math
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -415,6 +415,20 @@ class Downloader:
     came: float = float("-inf")
     """When the last block arrived."""
     _breaks: int = 0
+    _partial: PartialDownload | None = None
+    """The copy that ``take`` could not finish: arrived blocks are kept for the next attempt."""
+
+    async def take(self, digest: bytes, donors: list[PeerId], limit: int) -> dict[str, Tensor]:
+        """The tensors of the copy ``digest``, of at most ``limit`` bytes. Raises NetworkError or ProtocolError."""
+        if self._partial is None or self._partial.digest != digest:
+            self._partial = None  # free its memory, which the next download needs
+            manifest = await self.manifest(digest, donors, lambda m: m.check(limit))
+            self._partial = PartialDownload.of(digest, manifest)
+        partial = self._partial
+        await self.fetch(partial, donors)
+        if self._partial is partial:  # another call may have taken the same copy meanwhile
+            self._partial = None
+        return partial.state()
 
     async def manifest(self, digest: bytes, donors: list[PeerId], check: Callable[[Manifest], None]) -> Manifest:
         """The manifest of the copy ``digest`` from the first donor that gives the manifest. Raises PeerUnreachable when
@@ -479,27 +493,38 @@ class Downloader:
             )
 
     async def _run(self, partial: PartialDownload, donor: PeerId, run: list[int], good: list[PeerId]) -> None:
-        """Download the blocks of one call, and check each block on arrival. ``good``: donors that have not failed."""
-        blocks = self.blocks
+        """Download the blocks of one call, and check each block on arrival. ``good``: donors that have not failed. A slow
+        link is no reason to give up while blocks arrive, nor while the only donor lives: the donor may have more urgent
+        traffic, or have sent the blocks over a link that broke, and is asked again. Raises NetworkError or ProtocolError.
+        Ends within ``CEILING_S`` without a block."""
+        blocks, clock = self.blocks, self.blocks.clock
         blocks.largest = max(blocks.largest, partial.manifest.block)
         expected = {k: _Expected(partial.room(k), self) for k in run}
         blocks.waiting |= {(donor, partial.digest, k): e for k, e in expected.items()}
+        tries = 0
         try:
             with ExitStack() as stack:
                 for block in expected.values():
                     stack.enter_context(self.awaiting(donor, block.whole))
-
-                async def ask(first: asyncio.Future[None]) -> None:
-                    left = tuple(k for k, block in expected.items() if not block.whole.done())
-                    packed = AskBlocks(digest=partial.digest, blocks=left).pack()
-                    # other donors need not wait for the blocks of a dead one
-                    limit_s = self.deadline.seconds(self._breaks, GONE_S) if len(good) > 1 else GONE_S
-                    await unless_done(first, blocks.net.call(donor, AskBlocks.KIND, packed, timeout_s=limit_s))
-
-                await ask(expected[run[0]].whole)
+                await self._ask(partial.digest, donor, expected, good)
                 for k, block in expected.items():
-                    what = f"block {k} from {self.name(donor)}"
-                    await self._block(donor, block.whole, what, good, ask)
+                    begin = clock.now()
+                    while not block.whole.done():
+                        since = max(begin, self.came)
+                        waited_s = clock.now() - since
+                        left_s = min(self.deadline.seconds(self._breaks + tries), CEILING_S) - waited_s
+                        if left_s > 0:
+                            with suppress(DeadlineExceeded):
+                                await clock.deadline(asyncio.shield(block.whole), max(PAUSE_S, left_s), "a block")
+                                self.deadline.measured(clock.now() - since)
+                        elif len(good) == 1 and waited_s < CEILING_S and self._hears(donor):
+                            tries += 1
+                            await self._ask(partial.digest, donor, expected, good)
+                        else:
+                            raise DeadlineExceeded(
+                                f"block {k} from {self.name(donor)}: nothing came for {waited_s:.1f} s"
+                            )
+                    await block.whole  # raises once the donor is down
                     if await self.offload(_digest, block.into) != partial.manifest.digest(k):
                         raise ProtocolError(f"block {k} is not what the manifest says")
                     await partial.keep(k, block.into)
@@ -507,58 +532,18 @@ class Downloader:
             for k in run:
                 blocks.waiting.pop((donor, partial.digest, k), None)
 
-    async def _block(
-        self,
-        donor: PeerId,
-        whole: asyncio.Future[None],
-        what: str,
-        good: list[PeerId],
-        ask: Callable[[asyncio.Future[None]], Awaitable[None]],
-    ) -> None:
-        """Wait for one block. A slow link is no reason to give up while blocks arrive, nor while the only donor lives:
-        the donor may have more urgent traffic, or have sent the block over a link that broke, and is asked again.
-        Raises DeadlineExceeded. Ends within ``CEILING_S`` without a block."""
-        clock, net = self.blocks.clock, self.blocks.net
-        begin, asked = clock.now(), 1
-        while True:
-            since = max(begin, self.came)
-            waited_s = clock.now() - since
-            limit_s, again_s = self.deadline.seconds(self._breaks), self.deadline.seconds(self._breaks + asked)
-            heard_s = asyncio.get_running_loop().time() - net.heard_s(donor)
-            silent_s = waited_s if len(good) > 1 else min(waited_s, heard_s)
-            if (silent_s >= limit_s or waited_s >= CEILING_S) and not whole.done():
-                raise DeadlineExceeded(f"{what}: nothing came for {min(waited_s, limit_s):.1f} s")
-            if waited_s >= again_s and not whole.done():
-                await ask(whole)
-                asked += 1
-                continue
-            left_s = min(limit_s - silent_s, again_s - waited_s, CEILING_S - waited_s)
-            try:
-                await clock.deadline(asyncio.shield(whole), max(PAUSE_S, left_s), what)
-            except DeadlineExceeded:
-                continue
-            self.deadline.measured(clock.now() - since)
-            return
+    def _hears(self, donor: PeerId) -> bool:
+        silent_s = asyncio.get_running_loop().time() - self.blocks.net.heard_s(donor)
+        return silent_s < self.deadline.seconds(self._breaks)
 
-
-class Download:
-    """Takes one copy after the other. Arrived blocks of an unfinished copy are kept for the next attempt."""
-
-    def __init__(self, downloader: Downloader) -> None:
-        self._downloader = downloader
-        self._partial: PartialDownload | None = None
-
-    async def take(self, digest: bytes, donors: list[PeerId], limit: int) -> dict[str, Tensor]:
-        """The tensors of the copy ``digest``, of at most ``limit`` bytes. Raises NetworkError or ProtocolError."""
-        if self._partial is None or self._partial.digest != digest:
-            self._partial = None  # free its memory, which the next download needs
-            manifest = await self._downloader.manifest(digest, donors, lambda m: m.check(limit))
-            self._partial = PartialDownload.of(digest, manifest)
-        partial = self._partial
-        await self._downloader.fetch(partial, donors)
-        if self._partial is partial:  # another call may have taken the same copy meanwhile
-            self._partial = None
-        return partial.state()
+    async def _ask(self, digest: bytes, donor: PeerId, expected: dict[int, _Expected], good: list[PeerId]) -> None:
+        """Ask for the blocks that have not come, unless the first of these comes before the answer. Other donors need not
+        wait for the blocks of a dead one."""
+        left = [k for k, block in expected.items() if not block.whole.done()]
+        packed = AskBlocks(digest=digest, blocks=tuple(left)).pack()
+        limit_s = self.deadline.seconds(self._breaks, GONE_S) if len(good) > 1 else GONE_S
+        call = self.blocks.net.call(donor, AskBlocks.KIND, packed, timeout_s=limit_s)
+        await unless_done(expected[left[0]].whole, call)
 
 
 def _digest(data: memoryview) -> bytes:

@@ -11,9 +11,7 @@ import asyncio
 import errno
 import shutil
 import threading
-from collections import deque
 from concurrent.futures import Executor, Future
-from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from muletrain.errors import CapacityError
@@ -30,41 +28,25 @@ SPARE_BYTES = 1 << 30
 """Free bytes of a disk that requests of other machines may not use up."""
 
 
-class OneThread(Executor):
-    """An executor that runs jobs one after the other in a daemon thread. The thread ends when the queue is empty."""
+class DaemonThreads(Executor):
+    """An executor that runs jobs one after the other, each in a daemon thread."""
 
     def __init__(self) -> None:
-        self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._lock, self._works = threading.Lock(), False
+        self._turn = threading.Lock()
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         future: Future[R] = Future()
-        with self._lock:
-            self._jobs.append((future, partial(fn, *args, **kwargs)))
-            if not self._works:
-                self._works = True
-                threading.Thread(target=self._work, name="disk", daemon=True).start()
+
+        def work() -> None:
+            with self._turn:
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(fn(*args, **kwargs))
+                    except BaseException as e:
+                        future.set_exception(e)
+
+        threading.Thread(target=work, name="disk", daemon=True).start()
         return future
-
-    def _work(self) -> None:
-        while self._run_next():
-            pass
-
-    def _run_next(self) -> bool:
-        """Run the next job; False: there is none. A separate function frees a written state on return."""
-        with self._lock:
-            self._works = bool(self._jobs)
-            if not self._works:
-                return False
-            future, call = self._jobs.popleft()
-        if future.set_running_or_notify_cancel():
-            try:
-                result = call()
-            except BaseException as e:
-                future.set_exception(e)
-            else:
-                future.set_result(result)
-        return True
 
 
 class Disk:
@@ -72,7 +54,7 @@ class Disk:
 
     def __init__(self, executor: Executor | None = None) -> None:
         """``executor``: runs the calls, in the virtual world each at once."""
-        self._executor = OneThread() if executor is None else executor
+        self._executor = DaemonThreads() if executor is None else executor
         self._turn = asyncio.Lock()
         self._moved = 0
         self._stood = -1

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from muletrain.errors import DeadlineExceeded, MuletrainError
 from muletrain.runtime.core.times import ENDLESS, PATIENCE_S
@@ -23,14 +23,6 @@ MAX_SILENCE = 6
 LOOKS = 4
 """Least number of questions within the patience, however long the doubled deadlines: no peer could report progress
 otherwise."""
-
-
-async def _nothing() -> None:
-    pass
-
-
-def _nobody() -> Iterable[str]:
-    return ()
 
 
 class Awaited(NamedTuple):
@@ -79,23 +71,15 @@ class News:
         self.changed.set()
 
 
-class Waiter(Protocol):
-    """The actor that waits."""
-
-    def look_around(self) -> None:
-        """Called after every change. An error raised here ends the wait."""
-        ...
-
-    def who_is_there(self, awaited: Iterable[str] = ()) -> str:
-        """Describes the ``awaited`` and the reachable peers, for the error of a wait that is given up."""
-        ...
-
-
 class Waits:
     """The waits of one actor."""
 
-    def __init__(self, clock: Clock, news: News, waiter: Waiter) -> None:
-        self._clock, self._signals, self._waiter = clock, news, waiter
+    def __init__(
+        self, clock: Clock, news: News, look_around: Callable[[], None], who_is_there: Callable[[Iterable[str]], str]
+    ) -> None:
+        """``look_around``: called after every change; an error raised there ends the wait. ``who_is_there``: describes the
+        awaited and the reachable peers, for the error of a wait that is given up."""
+        self._clock, self._signals, self._look_around, self._who_is_there = clock, news, look_around, who_is_there
         self._came_on_s = self._grew_s = -math.inf
 
     def came_on(self) -> None:
@@ -123,10 +107,10 @@ class Waits:
         condition: Callable[[], bool],
         deadline: Deadline,
         what: str,
-        ask: Callable[[], Coroutine[Any, Any, object]] = _nothing,
+        ask: Callable[[], Coroutine[Any, Any, object]],
         pulse: Pulse | None = None,
         so_far: Callable[[], int] = lambda: 0,
-        whom: Callable[[], Iterable[str]] = _nobody,
+        whom: Callable[[], Iterable[str]] = tuple,
         then: Callable[[], str] | None = None,
     ) -> None:
         """Wait for ``condition``, which holds on return. Call ``ask`` at each missed deadline, and when a peer dies,
@@ -160,7 +144,7 @@ class Waits:
                 if asking is not None and asking.done():
                     asking.result()
                     asking = None
-                self._waiter.look_around()
+                self._look_around()
                 if met():
                     if asking is None:
                         break
@@ -187,9 +171,7 @@ class Waits:
                     attempt += 1
                     due = self._clock.now() + min(deadline.seconds(attempt), self._signals.patience_s / LOOKS)
                     if attempt >= MAX_SILENCE and self.hopeless(begin):
-                        raise MuletrainError(
-                            f"gave up waiting for {what}; {self._waiter.who_is_there(whom())}"
-                        ) from None
+                        raise MuletrainError(f"gave up waiting for {what}; {self._who_is_there(whom())}") from None
                     self._signals.hurried = True
         finally:
             self._signals.awaited = before
@@ -230,7 +212,7 @@ class Waits:
             if self._signals.hurried if asking is None else asking.done():
                 return
             self._signals.changed.clear()
-            self._waiter.look_around()
+            self._look_around()
             if condition():
                 return
 
@@ -241,7 +223,7 @@ class Waits:
         try:
             while not task.done():
                 self._signals.changed.clear()
-                self._waiter.look_around()
+                self._look_around()
                 await self._signals.changed.wait()
         finally:
             task.cancel()

@@ -19,7 +19,7 @@ from muletrain.runtime.recovery.rollback import JOIN_S
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.runtime.checkpoint.checkpointing import Checkpointing, PartWriter
+    from muletrain.runtime.checkpoint.checkpointing import Checkpointing
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.microbatch.microbatches import Microbatches
@@ -50,13 +50,12 @@ class Arrival:
         receiver: Receiver,
         checkpointing: Checkpointing,
         forks: Forks,
-        writer: PartWriter,
         microbatches: Microbatches,
     ) -> None:
         self._ctx, self._position, self._life, self._runner = ctx, position, position.life, runner
         self._membership, self._receiver, self._forks = membership, receiver, forks
-        self._exchange, self._missed = checkpointing.exchange, checkpointing.replicas.missed
-        self._writer, self._microbatches = writer, microbatches
+        self._checkpointing, self._missed = checkpointing, checkpointing.book.missed
+        self._microbatches = microbatches
         self._pursuits = self._stays = 0
 
     def caught_up(self) -> None:
@@ -83,7 +82,7 @@ class Arrival:
         self._missed.discard(digest)
         for attempt in itertools.count() if back.parts else ():
             try:
-                await ctx.compute.load_state(await self._exchange.base(back.key, digest))
+                await ctx.compute.load_state(await self._checkpointing.parts.base(back.key, digest))
                 break
             except MuletrainError as e:  # the part's holders may be beginning anew, too
                 took_s = ctx.clock.now() - begun
@@ -101,7 +100,7 @@ class Arrival:
         self.say_back()
         if back.step == ctx.plan.steps:
             self._life.to(State.FINISHED)
-            await self._writer.write(Key(back.step, back.lineage), last=True)
+            await self._checkpointing.due(Key(back.step, back.lineage), last=True)
 
     async def catch_up(self, why: Behind) -> None:
         """Take the state of a replica that has gone on or, if our weights are wrong, of a replica at our step. If our

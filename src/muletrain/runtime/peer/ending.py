@@ -47,7 +47,7 @@ class Ending:
         for work in (self._hear_of_end(key), self._offer_last(key)):
             ctx.spawn(work, "last checkpoint")
         written = await asyncio.shield(self._finished)
-        await self._checkpointing.replicas.tidy(over=written)
+        await self._checkpointing.parts.tidy(over=written)
         # every peer passes the news on: the writer may not reach all peers, and does not try again
         everyone, replicas = ctx.roster.everyone(), ctx.roster.replicas()
         late = await asyncio.gather(*(self._dismiss(peer, written) for peer in everyone))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from muletrain.errors import NetworkError
 from muletrain.events import DirectoryFailed, GradientTaken, LeaveCancelled, MoveRefused, PeerExpelled, PeerLeft
 from muletrain.policy.deadline import RECENT
-from muletrain.runtime.checkpoint.checkpointing import Checkpointing, PartWriter
+from muletrain.runtime.checkpoint.checkpointing import Checkpointing
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.core.times import AGAIN_S
@@ -89,16 +89,15 @@ class Peer:
             sharing.offer(ctx)
         # checkpoint
         self._checkpointing = parts = Checkpointing(ctx, membership, book)
-        self._parts = writer = PartWriter(ctx, at, parts)
         self.departure = Departure(ctx, parts.unsafe)
         # step and recovery
         forks = Forks(ctx, at, receiver)
         self.runner = runner = StepRunner(
             ctx, at, self.departure, self._log, membership, microbatches, self._begin_ahead, forks.met, receiver.taker
         )
-        self._rollback = rollback = Rollback(ctx, parts.replicas, at, host, back, forks, writer)
+        self._rollback = rollback = Rollback(ctx, at, host, back, forks, parts)
         # peer
-        self._arrival = Arrival(ctx, at, runner, membership, receiver, parts, forks, writer, microbatches)
+        self._arrival = Arrival(ctx, at, runner, membership, receiver, parts, forks, microbatches)
         self.reporting, self._ending = Reporting(ctx, host, apart=reports), Ending(ctx, at, parts, runner)
         self._incoming = Incoming(ctx, at, membership, microbatches, runner, forks, rollback, parts, self.reporting)
         ctx.net.serve(StopRun.KIND, self._answer_stop)
@@ -224,7 +223,7 @@ class Peer:
         last = record.stop or stuck or step + 1 == plan.steps
         leaves = not last and ctx.net.peer_id in self._without(record)
         if not leaves and (last or (plan.checkpoint_every and (step + 1) % plan.checkpoint_every == 0)):
-            await self._parts.write(Key(step + 1, record.hash), last=last)
+            await self._checkpointing.due(Key(step + 1, record.hash), last=last)
         if last:
             self._life.to(State.FINISHED)
         self.runner.advance(record)
@@ -265,7 +264,7 @@ class Peer:
             ctx.emit(LeaveCancelled(stage=ctx.roster.own.stage))
             self._arrival.say_back()
         elif self.destination is None:
-            await self._checkpointing.replicas.tidy(over=False)
+            await self._checkpointing.parts.tidy(over=False)
 
     async def _begin_ahead(self, work: InFlightStep) -> None:
         """Begin to compute ``work``, the next step, beside the present step."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import ForkKept, LineageLeft
 from muletrain.policy.fork_choice import forked_at, gives_way
-from muletrain.policy.recent import Recent, Seldom
+from muletrain.policy.recent import Seldom
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.times import AGAIN_S, LOOK_S
 from muletrain.runtime.microbatch.position import Behind
@@ -51,8 +51,8 @@ class Forks:
 
     def __init__(self, ctx: Context, position: Position, receiver: Receiver) -> None:
         self._ctx, self._position, self._receiver = ctx, position, receiver
-        self._asked: Recent[tuple[int, float]] = Recent()
-        self._judges, self._promises = Seldom(2 * LOOK_S), Seldom(2 * STAY * AGAIN_S)
+        self._all, self._one_stage = set(range(ctx.plan.stages)), ctx.plan.stages == 1
+        self._asks, self._judges, self._promises = Seldom(AGAIN_S), Seldom(2 * LOOK_S), Seldom(2 * STAY * AGAIN_S)
         self._promised = float("-inf")
         self._going = self._judging = False
         ctx.net.serve(History.KIND, self._on_history)
@@ -64,14 +64,12 @@ class Forks:
         known = self._position.chain.at(step - self._ctx.plan.delayed)  # frames are sent before the record is known
         if known is None or known == lineage:
             return False
-        self.met(peer, step)
+        self.met(peer)
         return True
 
-    def met(self, peer: PeerId, step: int) -> None:
-        """``peer`` is of another lineage, and at ``step``: exchange histories."""
-        now, (asked, at_s) = self._ctx.clock.now(), self._asked.get(peer, (-1, float("-inf")))
-        if step > asked or now - at_s >= AGAIN_S:
-            self._asked[peer] = step, now
+    def met(self, peer: PeerId) -> None:
+        """``peer`` is of another lineage: exchange histories."""
+        if self._asks.due(peer, self._ctx.clock.now()):
             self._ctx.spawn(self._exchange(peer), "rival")
 
     async def _exchange(self, peer: PeerId) -> None:
@@ -116,10 +114,6 @@ class Forks:
         if stalled and lacks_us and parted_here and gives_way(own, other, stalled=False):
             position.interrupt(Behind(message, rival=True, renamed=other))
 
-    @property
-    def _all(self) -> set[int]:
-        return set(range(self._ctx.plan.stages))
-
     def _stalled(self) -> bool:
         roster, position = self._ctx.roster, self._position
         covered = all(map(roster.stage, self._all)) and roster.trainers()
@@ -136,7 +130,7 @@ class Forks:
         side = await self._side(before, own, promise=False)
         if not self._whole(side, self._ctx.roster.own.stage):
             return False
-        self.met(peer, own.step)
+        self.met(peer)
         return True
 
     async def offered(self, replicas: list[PeerId], branch: bytes) -> bool:
@@ -154,10 +148,6 @@ class Forks:
             ours = (await self._side(before, own, promise=False)).keys() - theirs.keys()
             stays = stays if (not ours) == (len(theirs) <= 1) else not ours
         return theirs if stays else None
-
-    @property
-    def _one_stage(self) -> bool:
-        return self._ctx.plan.stages == 1
 
     def _whole(self, side: dict[PeerId, Stay], *own: int) -> bool:
         """Has ``side``, perhaps with us at our ``own`` stage, every stage and a trainer?"""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.checkpoint.checkpointing import PartReplicas, PartWriter
+    from muletrain.runtime.checkpoint.checkpointing import Checkpointing
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.rebalancing import Machine
     from muletrain.runtime.microbatch.position import Position
@@ -48,20 +48,18 @@ class Rollback:
     def __init__(
         self,
         ctx: Context,
-        replicas: PartReplicas,
         position: Position,
         machine: Machine,
         back: StepBack | None,
         forks: Forks,
-        writer: PartWriter,
+        checkpointing: Checkpointing,
     ) -> None:
         """``back``: the rollback that began our branch, if this peer took part."""
-        self._ctx, self._replicas, self._position, self._machine, self._back = ctx, replicas, position, machine, back
-        self._forks, self._writer = forks, writer
+        self._ctx, self._position, self._machine, self._back = ctx, position, machine, back
+        self._forks, self._checkpointing, self._book = forks, checkpointing, checkpointing.book
         self.ordered: asyncio.Future[StepBack | None] = asyncio.get_running_loop().create_future()
         self._learning = False
         self._tells, self._hears = Seldom(AGAIN_S), Seldom(AGAIN_S)
-        self._takes_orders = Seldom(2 * LOOK_S)
         self._said: tuple[int, ...] = ()
         self._nobody_trains = False
         """Has this been reported?"""
@@ -77,7 +75,7 @@ class Rollback:
         ctx, since, since_trainer, trainers = self._ctx, dict[int, float](), math.inf, 0
         while True:
             await ctx.clock.sleep(LOOK_S)
-            self._replicas.reached(self._position.step)
+            self._book.reached = max(self._book.reached, self._position.step)
             now, before, trainers = ctx.clock.now(), trainers, len(ctx.roster.trainers())
             since = {s: since.get(s, now) for s in self.without_peers()}
             since_trainer = math.inf if trainers else min(since_trainer, now)
@@ -92,7 +90,7 @@ class Rollback:
                 if not self._nobody_trains and self._leads():
                     ctx.emit(NoTrainer(minutes=round(JOIN_S / 60)))
                 self._nobody_trains = True
-                await self._writer.write_what_there_is()
+                await self._checkpointing.write_what_there_is(self._position)
 
     def without_peers(self) -> tuple[int, ...]:
         """Returns the stages that no peer serves."""
@@ -132,7 +130,7 @@ class Rollback:
         missed = {digest for s in here.values() for digest in s.missed}
         steps = sorted(s.step for s in here.values())
         # one alone may be a step ahead, or lie; and a false rollback may have led all to an early step
-        limit = max(self._replicas.reached(at.step), min(steps[-1], steps[-2:][0] + 1))
+        limit = max(self._book.reached, at.step, min(steps[-1], steps[-2:][0] + 1))
         found = newest_complete(readable, ctx.plan.stages, limit, missed)
         if found is None and ctx.plan.from_seed:
             found = (0, bytes(32)), ()
@@ -181,7 +179,7 @@ class Rollback:
     async def _stands_at(self) -> StandsAt:
         """Returns our place in the run's history: on the way to another branch, the place on that branch."""
         ctx, at, state, stage = self._ctx, self._where(), self._position.life.state, self._ctx.roster.own.stage
-        began, missed = self._began_with(), self._replicas.missed
+        began, missed = self._began_with(), self._book.missed
         if self.ordered.done() and (back := self.ordered.result()) is not None:
             at, state, began = Key(back.step, back.lineage), State.ROLLED_BACK, back
             stage = dict(back.moves).get(ctx.net.peer_id, stage)
@@ -190,7 +188,7 @@ class Rollback:
         every, unserved = range(ctx.plan.stages), self.without_peers()
         parts = [
             (*key, s, facts.digest)
-            for key, parts in sorted((await self._replicas.readable_soon()).items(), reverse=True)
+            for key, parts in sorted((await self._checkpointing.parts.readable_soon()).items(), reverse=True)
             for s, facts in parts.items()
             if max(parts) in every  # else the model was cut otherwise
         ]
@@ -225,9 +223,9 @@ class Rollback:
 
     def _consider(self, peer: PeerId, order: StepBack | None) -> None:
         """``peer`` is on a later branch, which began with ``order``, if known."""
-        ctx, seldom = self._ctx, self._hears if order is None else self._takes_orders
+        ctx = self._ctx
         busy = self._learning or self.ordered.done() or ctx.tasks.closed or not ctx.roster.knows(peer)
-        if not busy and seldom.due(peer, ctx.clock.now()):  # each time all peers are asked
+        if not busy and self._hears.due(peer, ctx.clock.now()):  # each time all peers are asked
             self._learning = True
             ctx.spawn(self._learn(peer, order), "learn of a step back")
 

@@ -262,7 +262,7 @@ class Exchange:
             self._waits.grew()
         self._lessons.moved[peer] = row.moved, row.round
         if row.rival:
-            self._met_rival(peer, row.step)
+            self._met_rival(peer)
             ctx.detector.mark_down(peer, "it trains in another lineage", declines=True)
             return row
         if row.step > state.step:

@@ -22,7 +22,7 @@ from muletrain.runtime.step.state import Lasting, StepState
 from muletrain.runtime.step.tied import TiedSum
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable
 
     from torch import Tensor
 
@@ -54,12 +54,12 @@ class StepRunner:
         membership: Membership,
         microbatches: Microbatches,
         begin_ahead: Callable[[InFlightStep], Awaitable[None]],
-        met_rival: Callable[[PeerId, int], None],
+        met_rival: Callable[[PeerId], None],
         downloader: Downloader,
     ) -> None:
         """See ``Lasting``."""
         self._ctx, self._position, self._log, self._membership = ctx, position, log, membership
-        self._waits = waits = Waits(ctx.clock, ctx.news, self)
+        self._waits = waits = Waits(ctx.clock, ctx.news, self.look_around, ctx.who_is_there)
         self._lasting = Lasting(ctx, position, departure, log, microbatches, begin_ahead, met_rival, downloader, waits)
         self._weights = bytes(32)
         """Digest of our weights."""
@@ -82,14 +82,10 @@ class StepRunner:
         self._reduction = Reduction(lasting, state, company, exchange, reruns, agreement)
 
     def look_around(self) -> None:
-        """See ``core.waiting.Waiter``."""
+        """See ``core.waiting.Waits``."""
         self._reduction.look_around()
         if not self._position.away:
             self._tied.look_around()
-
-    def who_is_there(self, awaited: Iterable[PeerId] = ()) -> str:
-        """See ``core.waiting.Waiter``."""
-        return self._ctx.who_is_there(awaited)
 
     def _known(self, peer: PeerId, lineage: bytes, step: int) -> int:
         """See ``FailureDetector``."""

@@ -88,7 +88,7 @@ class Lasting:
     microbatches: Microbatches
     begin_ahead: Callable[[InFlightStep], Awaitable[None]]
     """Begins to compute a step beside the present step."""
-    met_rival: Callable[[PeerId, int], None]
+    met_rival: Callable[[PeerId], None]
     """Hears of a peer of another lineage, and its step (``recovery.forks``)."""
     downloader: Downloader
     """Takes gradients that this peer missed."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from muletrain.errors import CheckpointError, MuletrainError, NetworkError, ProtocolError, Refused
 from muletrain.events import TransferFailed
 from muletrain.policy.recent import Debts
-from muletrain.runtime.core.blocks import HEADERS, Download, StateImage
+from muletrain.runtime.core.blocks import HEADERS, StateImage
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.times import GONE_S, PAUSE_MAX_S, PAUSE_S, pause_s
 from muletrain.runtime.transfer.messages import AskSnapshot, Snapshot
@@ -168,7 +168,6 @@ class Receiver:
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self.taker = ctx.downloader()
-        self._state = Download(self.taker)
         self._refusal = ""
 
     async def fetch(
@@ -184,15 +183,15 @@ class Receiver:
         ``confirm``."""
         ctx, stage = self._ctx, self._ctx.roster.own.stage
         for round_ in range(rounds):
-            replicas, living = ctx.roster.replicas(), [d for d in ctx.roster.replicas() if ctx.roster.is_alive(d)]
-            snapshot, good = _best(await self._offers(living, acceptable, after))
-            if snapshot is None:  # peers that are down are asked only if no live peer has a state
-                dead = [d for d in replicas if d not in living]
-                snapshot, good = _best(await self._offers(dead, acceptable, after))
+            for live in (True, False):  # peers that are down are asked only if no live peer has a state
+                donors = [d for d in ctx.roster.replicas() if ctx.roster.is_alive(d) == live]
+                snapshot, good = _best(await self._offers(donors, acceptable, after))
+                if snapshot is not None:
+                    break
             if snapshot is not None:
                 try:
                     limit = 20 * ctx.compute.n_params + HEADERS  # weights of two steps, two moments, the loss scale
-                    state = await self._state.take(snapshot.digest, good, limit)
+                    state = await self.taker.take(snapshot.digest, good, limit)
                     if confirm is not None:
                         await confirm(snapshot)
                     await ctx.compute.load_state(state)
