@@ -23,7 +23,7 @@ from muletrain.runtime.members.detector import FailureDetector
 from muletrain.runtime.microbatch.inflight import InFlightStep
 from muletrain.runtime.microbatch.messages import TrainerDone
 from muletrain.runtime.microbatch.microbatches import Microbatches
-from muletrain.runtime.microbatch.survey import Survey
+from muletrain.runtime.microbatch.position import Survey
 from muletrain.runtime.microbatch.trainer import Trainer
 from proofs.play import play
 from proofs.scenario import SUSPENDED, Fault, Scenario
