@@ -244,13 +244,13 @@ def test_a_loss_that_is_not_believed_is_computed_again_and_counts_for_nothing() 
 def test_a_clients_loss_is_believed_only_where_it_is_like_those_that_counted(usual: float) -> None:
     part = Part(Pass.LOSS, 0, 0, 0, 2)
     checks = Checks(SimpleNamespace(), LoopClock(), 0.0, random.Random(0))  # type: ignore[arg-type]
-    assert checks.believes(part, usual, part.rows)
-    assert not checks.believes(part, 1e308, part.rows)
+    assert checks.believes(part, usual)
+    assert not checks.believes(part, 1e308)
     for _ in range(LEAST):
-        checks.counted(part, usual, part.rows)
-    assert checks.believes(part, 3 * usual, part.rows)
-    assert not checks.believes(part, 100 * usual, part.rows)
-    assert not checks.believes(part._replace(what=Pass.BACKWARD), usual, part.rows), "only the last stage has a loss"
+        checks.counted(usual)
+    assert checks.believes(part, 3 * usual)
+    assert not checks.believes(part, 100 * usual)
+    assert not checks.believes(part._replace(what=Pass.BACKWARD), usual), "only the last stage has a loss"
     for _ in range(2 * LEAST * 4):  # our own device finds that it has grown
-        checks.counted(part, 100 * usual, part.rows)
-    assert checks.believes(part, 100 * usual, part.rows)
+        checks.counted(100 * usual)
+    assert checks.believes(part, 100 * usual)

@@ -17,7 +17,7 @@ from muletrain.policy.pool import OWN, Pool
 from muletrain.runtime.pool import desk
 from muletrain.runtime.pool.clients import Clients
 from muletrain.runtime.pool.desk import PartsDesk
-from muletrain.runtime.pool.work import Accumulator
+from muletrain.runtime.pool.work import PartWork
 from proofs import draws
 from proofs.play import play
 from proofs.scenario import Fault, Scenario
@@ -25,8 +25,8 @@ from proofs.scenario import Fault, Scenario
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
+    from muletrain.runtime.core.blocks import StateImage
+    from muletrain.runtime.pool.messages import Wanted
     from proofs.verdict import Outcome
 
 torch.set_num_threads(1)
@@ -115,10 +115,10 @@ def test_a_server_that_cannot_compute_a_lost_part_tries_again_and_then_ends(
     """Nobody else was left to compute it, and the step waited for ever."""
     right, failures = desk.computed_part, iter(range(times))
 
-    async def computed_part(compute: Any, mb: Any, part: Part, *about: Any, **how: Any) -> Any:
-        if part.what is Pass.AGAIN and next(failures, None) is not None:
+    async def computed_part(compute: Any, mb: Any, what: Pass, *about: Any, **how: Any) -> Any:
+        if what is Pass.AGAIN and next(failures, None) is not None:
             raise MuletrainError("once more")
-        return await right(compute, mb, part, *about, **how)
+        return await right(compute, mb, what, *about, **how)
 
     monkeypatch.setattr(desk, "computed_part", computed_part)
     lost = Fault(0.0, "kill", ("client-0a",), on="block")
@@ -275,14 +275,15 @@ def late_results_count(patch: pytest.MonkeyPatch) -> None:
 
 def parts_count_twice(patch: pytest.MonkeyPatch) -> None:
     """A client keeps what it has handed over."""
-    right = Accumulator.hand_over
+    right = PartWork.hand_over
 
-    async def hand_over(self: Accumulator, generation: int, step: int, givings: Any) -> tuple[Tensor, set[int]]:
-        gradient, numbers = await right(self, generation, step, givings)
-        self._compute.add(step, gradient)
-        return gradient, numbers
+    async def hand_over(self: PartWork, wanted: Wanted) -> StateImage:
+        gradient = (await self._compute.gradient(wanted.step)).clone()
+        copy = await right(self, wanted)
+        self._compute.add(wanted.step, gradient)
+        return copy
 
-    patch.setattr(Accumulator, "hand_over", hand_over)
+    patch.setattr(PartWork, "hand_over", hand_over)
 
 
 def what_never_came_counts(patch: pytest.MonkeyPatch) -> None:

@@ -69,10 +69,10 @@ def joining() -> Iterator[list[tuple[float, float]]]:
         begun[id(client)] = client._clock.now()
         await run(client)
 
-    def asks(weights: WeightsDownload, *args: Any) -> None:
+    def asks(weights: WeightsDownload, *args: Any) -> Any:
         client = clients[id(weights)]
         asked.setdefault(id(client), client._clock.now())
-        begin(weights, *args)
+        return begin(weights, *args)
 
     async def fetched(weights: WeightsDownload, *args: Any) -> Any:
         client, values = clients[id(weights)], await fetch(weights, *args)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from functools import partial
 from typing import TYPE_CHECKING
 
 from muletrain.errors import NetworkError, PeerUnreachable, ProtocolError, Refused
@@ -23,11 +24,10 @@ from muletrain.runtime.pool.messages import (
     Next,
     Result,
     Wanted,
-    checksum,
 )
 from muletrain.runtime.pool.servers import IDLE, Costs, Helpers, NoServer, StageServers, helpers_of
 from muletrain.runtime.pool.weights import WeightsDownload
-from muletrain.runtime.pool.work import Accumulator, PartWork
+from muletrain.runtime.pool.work import PartWork
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -71,14 +71,13 @@ class Client:
         over; ``blocks``: of this process, if any; ``over``: of this machine's former client."""
         self._net, self._clock, self._tasks, self._compute, self._plan = net, clock, tasks, compute, plan
         self._asks = Next(name=name, config=config, stage=compute.stage)
-        self._servers = StageServers(net, clock, tasks, servers, self._asks)
-        self._others, self._told = frozenset(others), checksum(servers)
-        """``_told``: of the servers that one last named."""
+        self._servers = StageServers(net, clock, servers)
+        self._others = frozenset(others)
         self.over = over
         """A server has said that the run is over, and none has answered since."""
         self._home: PeerId | None = None
-        self._session = self._heard = self._handed = self._sessions = 0
-        """Number of our time at the server; of its last answer; of the last hand-over; and of such times."""
+        self._session = self._handed = self._sessions = 0
+        """Number of our time at the server; of the last hand-over; and of such times."""
         self._ended = self._worked = self._moves = False
         self.moved = False
         """The client left because of ``move``."""
@@ -93,11 +92,11 @@ class Client:
         self._sits_out = 0
         """Version of the weights that is sat out."""
         self._rests, self._given = Rests(random.Random(net.peer_id)), True
-        self._news, self._call_again = asyncio.Event(), asyncio.Event()
+        self._news = asyncio.Event()
+        self._calling: asyncio.Future[Answer] | None = None
         blocks = blocks or Blocks(net, clock, tasks)
-        self._weights = WeightsDownload(blocks, clock, compute, tasks)
-        self._accumulator = Accumulator(compute)
-        self._work = PartWork(compute, plan, self._accumulator)
+        self._weights = WeightsDownload(blocks, clock, compute, tasks, self._news)
+        self._work = PartWork(compute, plan)
         self._copy: tuple[Wanted, asyncio.Task[StateImage], float] | None = None
         """The accumulator that our server is taking, and when that began."""
         self._handed_over_s = 0.0
@@ -114,15 +113,11 @@ class Client:
     def stop(self) -> None:
         """Leave in order."""
         self._ended = True
-        self._changed()
+        self._news.set()
 
     def move(self) -> None:
         """Leave in order when the next step begins, so that no computed part is lost."""
         self._moves = True
-
-    def _changed(self) -> None:
-        self._news.set()
-        self._weights.news.set()
 
     async def run(self) -> None:
         """Work until the run ends, or ``stop``. Raises NoServer, and the error of any task that failed."""
@@ -158,7 +153,7 @@ class Client:
         run has ended if one has said so; raises PeerUnreachable otherwise."""
         for server, state in await self._servers.by_need(but=self._weights.wrong):
             if not self._work.has(state.weights, state.steps):
-                self._weights.begin(state.weights, self._first(server))
+                self._weights.begin(state.weights, partial(self._first, server))
             with contextlib.suppress(NetworkError):
                 return await self._enlist_with(server)
         if not self.over:
@@ -169,10 +164,9 @@ class Client:
         """Raises NetworkError if the server does not take us; nothing has changed then."""
         self._sessions += 1
         session = random.Random(f"{self._net.peer_id}/{self._clock.now()}/{self._sessions}").randrange(1, 1 << 47)
-        ask = self._asks.model_copy(update={"session": session, "servers": self._told})
-        state = await self._servers.call(server, ask)
+        state = await self._servers.call(server, self._asks.model_copy(update={"session": session}))
         self._home, self._session = server, session
-        self._heard = self._handed = self.version = self._sits_out = 0
+        self._handed = self.version = self._sits_out = 0
         self._worked = False
         self._hear(state)
 
@@ -186,12 +180,10 @@ class Client:
         return self._asks.model_copy(
             update={
                 "session": self._session,
-                "heard": self._heard,
-                "servers": self._told,
                 "weights": self._wanted if self._current else None,
                 "version": self.version,
                 "parts": tuple(sorted(self._out)),
-                "uncounted": self._accumulator.uncounted(),
+                "uncounted": self._work.uncounted(),
                 "forwards": self._work.forwards(),
                 "handed": self._handed,
             }
@@ -199,18 +191,16 @@ class Client:
 
     def _hear(self, answer: Answer) -> None:
         """Make what is into what should be, as our server says."""
-        self._heard, self._answered_at, self.over = max(self._heard, answer.number), self._clock.now(), False
-        if answer.servers and (told := checksum(answer.servers)) != self._told:
-            self._told, known = told, dict.fromkeys((*self._servers.known, *answer.servers))
-            self._servers.known = tuple(known)[:MAX_SERVERS]  # a server that names nobody else keeps no client
-            self._weights.ask_again()  # a server that has moved to another stage does not answer
+        self._answered_at, self.over = self._clock.now(), False
+        known = dict.fromkeys((*self._servers.known, *answer.servers))
+        self._servers.known = tuple(known)[:MAX_SERVERS]  # a server that names nobody else keeps no client
         if answer.version > self.version:
             now = self._clock.now()
             if self.version:
                 self.step_s = (now - self._heard_s) / (answer.version - self.version)
             self._heard_s = now
             self.version, self._wanted, self._steps = answer.version, answer.weights, answer.steps
-            self._changed()
+            self._news.set()
         self._settle(answer)
         if not answer.wanted:
             self._copy = None
@@ -228,7 +218,7 @@ class Client:
             self._work.forget_forward(number)
         if said.counts or said.gone:
             self._worked = True
-            self._tasks.spawn(self._accumulator.settle(said.counts, said.gone), "counted")
+            self._tasks.spawn(self._work.settle(said.counts, said.gone), "counted")
 
     def _first(self, server: PeerId | None) -> tuple[PeerId, ...]:
         """Returns the servers of our stage, ``server`` in front."""
@@ -238,17 +228,14 @@ class Client:
         """Tell ``server`` that we go, if it can be reached."""
         with contextlib.suppress(NetworkError):
             if server is not None:
-                await self._servers.call(
-                    server, self._asks.model_copy(update={"session": session, "leaves": True, "heard": 1})
-                )
+                await self._servers.call(server, self._asks.model_copy(update={"session": session, "leaves": True}))
 
     async def _drop(self) -> None:
         """Drop all work, which is of no further use."""
         self._copy = None
         for task in self._out.values():
             task.cancel()
-        await self._accumulator.leave()
-        self._work.forget_forwards()
+        await self._work.leave()
 
     async def _serve(self) -> bool:
         """Work for our server. Returns True if we go on at another. Raises PeerUnreachable when our server is gone."""
@@ -263,7 +250,7 @@ class Client:
                     self.moved = self._moves
                     if self._moves:
                         break
-                    may_go = self._accumulator.empty or not self._compute.delayed
+                    may_go = self._work.empty or not self._compute.delayed
                     self._servers.worked(home, worked=self._given)
                     to = await self._servers.that_needs_us_more(home, self.version) if may_go else None
                     if to and await self._go_to(to, home):
@@ -279,7 +266,7 @@ class Client:
 
     def _idle(self) -> bool:
         """Is there nothing to do, and would nothing be lost if we went?"""
-        return self._current and not self._out and self._copy is None and self._accumulator.empty
+        return self._current and not self._out and self._copy is None and self._work.empty
 
     async def _go_to(self, server: PeerId, home: PeerId) -> bool:
         """Returns False if ``server`` does not take us; if the run has ended, ``home`` tells us."""
@@ -297,25 +284,18 @@ class Client:
         we are cut off, and our work stays of use for some seconds (``clients.GONE_S``)."""
         failed = 0
         while (home := self._home) is not None and self._session == session:
-            self._call_again.clear()
-            call = self._tasks.spawn(self._answer(home), "call")
-            again = self._tasks.spawn(self._call_again.wait(), "call again")
-            try:
-                await asyncio.wait({call, again}, return_when=asyncio.FIRST_COMPLETED)
-                if not call.done():
-                    continue
-                answer = call.result()
-            finally:
-                call.cancel()
-                again.cancel()
+            self._calling = asyncio.ensure_future(self._servers.call(home, self._state()))
+            (answer,) = await asyncio.gather(self._calling, return_exceptions=True)
+            if isinstance(answer, asyncio.CancelledError):  # we have other weights, which the server hears at once
+                continue
             if self._session != session or self._home != home:
                 return
             if isinstance(answer, Answer):
-                if failed:
-                    self._weights.ask_again()
                 failed = 0
                 self._hear(answer)
                 continue
+            if not isinstance(answer, NetworkError):
+                raise answer
             failed += 1
             cut_off = self._clock.now() - self._answered_at > CUT_OFF_S
             gone = isinstance(answer, Refused | ProtocolError)
@@ -323,17 +303,11 @@ class Client:
                 return self._give_up(session)
             await self._clock.sleep(pause_s(failed, AGAIN_S))
 
-    async def _answer(self, home: PeerId) -> Answer | NetworkError:
-        try:
-            return await self._servers.call(home, self._state())
-        except NetworkError as e:
-            return e
-
     def _give_up(self, session: int) -> None:
         """Our server is gone, or does not hear us."""
         if session == self._session:
             self._home = None
-            self._changed()
+            self._news.set()
 
     async def _take_weights(self, digest: bytes, steps: tuple[int, ...]) -> None:
         """Return with our server's weights, or early if other weights are wanted, or if we sit the step out. Raises
@@ -353,7 +327,8 @@ class Client:
         if values is None:
             raise PeerUnreachable("the weights did not come whole")
         await self._work.load(values, digest, steps)
-        self._call_again.set()
+        if self._calling is not None:
+            self._calling.cancel()
 
     # What comes -------------------------------------------------------------------------------------------------------
 
@@ -393,7 +368,7 @@ class Client:
     async def _do(self, message: Give, tensors: list[Encoded], session: int) -> None:
         """Compute a part, and send the result."""
         try:
-            await self._accumulator.begin_anew(message.step, message.generation)
+            await self._work.begin_anew(message.step, message.generation)
             answer, sent = await self._work.compute(message, tensors)
         except asyncio.CancelledError:
             if session == self._session and self._home is not None and not self._tasks.closed:
@@ -415,7 +390,7 @@ class Client:
 
     async def _hand_over(self, wanted: Wanted) -> StateImage:
         """Returns a copy of the accumulator, which begins anew."""
-        return await self._accumulator.hand_over(wanted, self._plan)
+        return await self._work.hand_over(wanted)
 
     async def _given_copy(self, taker: PeerId, name: bytes) -> StateImage | None:
         """See ``core.blocks.Reader``: our server takes the accumulator that it wants."""

@@ -15,7 +15,7 @@ from muletrain.events import ClientEnlisted, ClientLate, ClientLost, PoolWorked
 from muletrain.policy.pool import OWN, Pool
 from muletrain.policy.recent import Debts, Recent
 from muletrain.policy.worker import Standings
-from muletrain.runtime.pool.messages import MAX_KEPT, ROOM, Answer, Ended, Next, Result, Wanted, checksum
+from muletrain.runtime.pool.messages import MAX_KEPT, ROOM, Answer, Ended, Next, Result, Wanted
 from muletrain.runtime.pool.parts import Parts, check_result
 from muletrain.runtime.pool.weights import WeightsCopy
 
@@ -64,17 +64,15 @@ class Transfer(NamedTuple):
 
 @dataclass
 class _Client:
-    """``heard_s``: time of the last call, by the loop's clock; ``served``: number of the last answer; ``calls``: number
-    of calls; ``ready``: version of the weights that the client works with; ``unable``: consecutive parts not computed in
-    time; ``results``: numbers of results that came since the last call; ``told``: of those, which it heard of with
-    another part; ``hurry``: the call is to be answered at once; ``doubted_at``: when the client's silence was noticed;
-    None: it is heard; ``doubted_after``: number of the last answer before that; ``news``: set when an answer may be
-    different."""
+    """``heard_s``: time of the last call, by the loop's clock; ``calls``: number of calls; ``ready``: version of the
+    weights that the client works with; ``unable``: consecutive parts not computed in time; ``results``: numbers of results
+    that came since the last call; ``told``: of those, which it heard of with another part; ``hurry``: the call is to be
+    answered at once; ``doubted_at``: when the client's silence was noticed; None: it is heard; ``news``: set when an
+    answer may be different."""
 
     name: str
     session: int
     heard_s: float
-    served: int = 0
     calls: int = 0
     ready: int = 0
     unable: int = 0
@@ -82,7 +80,6 @@ class _Client:
     told: set[int] = field(default_factory=set)
     hurry: bool = False
     doubted_at: float | None = None
-    doubted_after: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -138,6 +135,7 @@ class Clients:
         self._digests: dict[int, bytes] = {}
         """Digests of the weights that each step in flight computes with."""
         self._version = 0
+        """Version of the newest weights, from 1."""
         self._copy: WeightsCopy | None = None
         """The weights that clients may have; None: they are about to change."""
         blocks.offers("weights", self._given, TAKERS)
@@ -150,7 +148,7 @@ class Clients:
     async def _on_next(self, sender: PeerId, ask: Next) -> Answer:
         """Answer at once if the client's state should be another one, or as soon as it should."""
         if ask.session == 0:
-            return self._answer(sender, ask, 0)
+            return self._answer(sender, ask, None)
         client = self._member(sender, ask)
         if ask.leaves:
             self.lose(sender, "it left")
@@ -163,7 +161,7 @@ class Clients:
         self._take(sender, client, ask)
         client.news.set()  # an earlier call needs no answer any more
         while True:
-            answer = self._answer(sender, ask, client.served + 1, client.results)
+            answer = self._answer(sender, ask, client)
             left_s = until - self._clock.now()
             new = {*answer.counts} - client.told or any(wanted.transfer > ask.handed for wanted in answer.wanted)
             new = new or answer.version != ask.version or client.hurry
@@ -174,7 +172,6 @@ class Clients:
                 await self._clock.deadline(client.news.wait(), left_s, "news for a client")
             if self._clients.get(sender) is not client:
                 raise AdmissionError(UNKNOWN)
-        client.served += 1
         return answer
 
     def _member(self, sender: PeerId, ask: Next) -> _Client:
@@ -188,7 +185,7 @@ class Clients:
         known = self._clients.get(sender)
         if known is not None and known.session == ask.session:
             return known
-        if ask.heard or ask.leaves or self._digest is None:  # a session that is over
+        if ask.version or ask.leaves or self._digest is None:  # a session that is over
             raise AdmissionError(UNKNOWN)
         if self._enlisted.add(sender, 1.0, self._clock.now()) > ENLISTS:
             raise AdmissionError("this machine enlisted too often; it is taken again in a minute")
@@ -206,7 +203,7 @@ class Clients:
         transfer = self.transfers.get(sender)
         if transfer is not None and transfer.wanted.transfer <= ask.handed:
             transfer.begun.set()
-        if client.doubted_at is not None and ask.heard > client.doubted_after:
+        if client.doubted_at is not None:
             doubted_at, client.doubted_at = client.doubted_at, None
             if self.pool.reconcile(sender, ask.parts, doubted_at, self._clock.now()):
                 self.lapsed(sender)
@@ -218,26 +215,25 @@ class Clients:
             self.pool.ready(sender, ROOM, self._steps)
             self.feed()
 
-    def _answer(self, sender: PeerId, ask: Next, number: int, results: Collection[int] = ()) -> Answer:
+    def _answer(self, sender: PeerId, ask: Next, client: _Client | None) -> Answer:
         """Raises AdmissionError before there are weights, and at the end."""
         if self._digest is None:
             raise AdmissionError("this server does not serve now; try again in some seconds, or another one")
-        servers, pool = self._servers(self.stage), self.pool
-        numbers = {*ask.parts, *ask.uncounted, *ask.forwards, *results}
-        counts, gone = self.verdicts(sender, numbers) if number else ((), ())
+        pool = self.pool
+        numbers = {*ask.parts, *ask.uncounted, *ask.forwards, *client.results} if client is not None else ()
+        counts, gone = self.verdicts(sender, numbers)
         return Answer(
-            number=number,
             weights=self._digest,
             version=self._version,
             steps=self._steps,
-            servers=() if checksum(servers) == ask.servers else servers,
+            servers=self._servers(self.stage) if client is not None and ask.version != self._version else (),
             clients=len(self._clients),
             speed=pool.speed(),
             own=pool.own_speed(),
             helpers=pool.helpers(self.each_s),
             counts=counts,
             gone=gone,
-            wanted=(self.transfers[sender].wanted,) if number and sender in self.transfers else (),
+            wanted=(self.transfers[sender].wanted,) if client is not None and sender in self.transfers else (),
         )
 
     def verdicts(self, client: PeerId, numbers: Collection[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -322,11 +318,6 @@ class Clients:
         if times:
             self._counts.setdefault(client.name, Counter())[what] += times
 
-    @property
-    def version(self) -> int:
-        """Version of the newest weights, from 1."""
-        return self._version
-
     def report(self, step: int) -> None:
         """A step is applied: tell what each client did, and count anew."""
         busiest = sorted(self._counts, key=lambda name: (-self._counts[name]["parts"], name))[:MAX_COUNTED]
@@ -359,7 +350,7 @@ class Clients:
         workers may do its parts until then. Its accumulated gradients are not lost yet."""
         self.pool.doubt(client, self._clock.now())
         if (known := self._clients.get(client)) is not None and known.doubted_at is None:
-            known.doubted_at, known.doubted_after = self._clock.now(), known.served
+            known.doubted_at = self._clock.now()
             known.news.set()
         self.feed()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from muletrain.compute.base import Microbatch
-from muletrain.compute.checks import is_finite, weighed
+from muletrain.compute.checks import is_finite
 from muletrain.errors import MuletrainError, NetworkError
 from muletrain.optim.sketch import unpacked
 from muletrain.policy.passes import LAST, Given, Part, Pass
@@ -17,28 +19,82 @@ from muletrain.runtime.core.times import GONE_S
 from muletrain.runtime.pool.accumulators import Accumulators
 from muletrain.runtime.pool.checks import Checks, checked_sketches
 from muletrain.runtime.pool.clients import Clients
-from muletrain.runtime.pool.parts import KeptPart, computed_part, given_message
-from muletrain.wire.codec import Encoded, decode, encode
+from muletrain.runtime.pool.messages import Give
+from muletrain.runtime.pool.parts import KeptPart, computed_part
+from muletrain.wire.codec import Encoded, decode, encode, encode_samples
 
 if TYPE_CHECKING:
-    import asyncio
     import random
     from collections.abc import Callable
 
     from torch import Tensor
 
     from muletrain.compute.base import Compute
+    from muletrain.compute.slot import Turn
+    from muletrain.config.schema import Codec
     from muletrain.events import Event
     from muletrain.network.base import PeerId
     from muletrain.optim.sketch import Sketch
     from muletrain.runtime.core.blocks import Blocks
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
-    from muletrain.runtime.pool.calls import Call
     from muletrain.runtime.pool.messages import Result
 
 LOOK_S = 1.0
 """Most seconds between two checks for late or silent clients."""
+
+
+@dataclass
+class Call:
+    """A pass of a microbatch of ``sequences`` sequences that the stage server waits for. ``own``: parts
+    computed here, which count once the whole microbatch does."""
+
+    mb: Microbatch
+    what: Pass
+    turn: Turn
+    accumulate: bool
+    sequences: int
+    inputs: Tensor | None = None
+    targets: Tensor | None = None
+    positions: Tensor | None = None
+    begun: bool = False
+    loss: float = 0.0
+    output: Tensor | None = None
+    own: list[Microbatch] = field(default_factory=list)
+    done: asyncio.Future[None] = field(default_factory=asyncio.Future)
+
+    @property
+    def key(self) -> tuple[Pass, int, int]:
+        return self.what, self.mb.step, self.mb.index
+
+    def __post_init__(self) -> None:
+        self._left = self.sequences
+
+    async def cut(self, part: Part, compute: Compute, codec: Codec) -> KeptPart:
+        """Returns the inputs of ``part``."""
+        assert self.inputs is not None  # a backward is cut as the forward was
+        rows = slice(part.first, part.first + part.rows)
+        inputs = self.inputs[rows]
+        targets, positions = (None if x is None else encode_samples(x[rows]) for x in (self.targets, self.positions))
+        sent = encode_samples(inputs) if compute.stage == 0 else await compute.offload(encode, inputs, codec)
+        return KeptPart(part.rows, sent, targets, positions)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def fill(self, part: Part, loss: float, values: Tensor | None) -> None:
+        """Take the result of ``part``: the share of the loss, and the output [rows, T, D], if any."""
+        if self.done.done():
+            return
+        if values is not None:
+            if self.output is None:
+                self.output = torch.empty(self.sequences, *values.shape[1:])
+            self.output[part.first : part.first + part.rows] = values
+        self.loss += loss
+        self._left -= part.rows
+        if self._left == 0:
+            self.done.set_result(None)
 
 
 class PartsDesk:
@@ -103,6 +159,8 @@ class PartsDesk:
             self.clients.news.set()
         for mb in call.own:
             self.inner.count(mb)
+        if call.what is Pass.LOSS:
+            self._checks.counted(call.loss)
         return torch.empty(0) if call.output is None else call.output
 
     async def _put_backward(self, call: Call, grad: Tensor) -> None:
@@ -222,12 +280,22 @@ class PartsDesk:
         self, worker: PeerId, given: Given, accumulate: bool, verdicts: tuple[tuple[int, ...], tuple[int, ...]]
     ) -> None:
         """Give a part to a client, with the ``verdicts`` on its earlier ones."""
-        kept, generation = await self._prepared(given.part), self.accumulators.generation(given.part.step)
+        part, kept = given.part, await self._prepared(given.part)
         if kept is None:
             self.pool.failed(worker, given.number, self._clock.now())
             return
-        here, whole = kept.forward_at == worker, self.plan.sequences
-        message, tensors = given_message(given, kept, here, generation, whole, verdicts, accumulate=accumulate)
+        here = part.what is Pass.BACKWARD and kept.forward_at == worker
+        message = Give(
+            **part._asdict(),
+            number=given.number,
+            generation=self.accumulators.generation(part.step),
+            whole=self.plan.sequences,
+            accumulate=accumulate and part.what is not Pass.FORWARD,
+            has_forward=here,
+            counts=verdicts[0],
+            gone=verdicts[1],
+        )
+        tensors = kept.tensors(part.what, has_forward=here)
         try:
             await self._net.send(worker, message.frame(tensors), channel=message.CHANNEL, timeout_s=GONE_S)
             self.pool.sent(given.number, self._clock.now())
@@ -243,7 +311,11 @@ class PartsDesk:
             if part.what in LAST:
                 self.parts.forward_lost(OWN, part)
             seed = self.clients.digest(part.step)
-            loss, values, found = await computed_part(self.inner, mb, part, kept, seed, accumulate=accumulate)
+            here = part.what is Pass.BACKWARD and kept.forward_at == OWN
+            tensors = [await self.inner.offload(decode, x) for x in kept.tensors(part.what, has_forward=here)]
+            loss, values, found = await computed_part(
+                self.inner, mb, part.what, tensors, seed, accumulate=accumulate, here=here
+            )
         except (MuletrainError, KeyError) as e:  # KeyError: the microbatch was given up, and its forward dropped
             if self.pool.failed(OWN, given.number, self._clock.now()):
                 raise  # nobody else may be left to compute it, so this server ends
@@ -301,18 +373,7 @@ class PartsDesk:
             kept.forward_at = None  # the client hears it when it calls
         if call is not None:
             call.fill(part, loss, values)
-            self._checks.counted(part, loss, self._worth(part, kept))
         return kept
-
-    def _worth(self, part: Part, kept: KeptPart | None = None) -> float:
-        """Sequences of ``part``: those that its targets that count are worth, if not all do."""
-        kept = kept or self.parts.find(part)
-        if part.what is not Pass.LOSS or kept is None or kept.targets is None:
-            return part.rows
-        plan = self.plan
-        length, targets = plan.sequence_length(part.step), decode(kept.targets)
-        _, weight = weighed(targets, plan.targets, length, plan.vocab, plan.microbatches)
-        return part.rows if weight is None else weight * plan.sequences
 
     def _accumulated(self, worker: PeerId, number: int, part: Part, kept: KeptPart, claim: Sketch | None) -> None:
         """Note the place of the gradient of ``part``."""
@@ -343,7 +404,7 @@ class PartsDesk:
         fine &= values is None or await self.inner.offload(is_finite, values)
         drawn: tuple[bool, Sketch | None] = False, None
         part = self.pool.part(worker, message.number)
-        if part is not None and (fine := fine and self._checks.believes(part, message.loss, self._worth(part))):
+        if part is not None and (fine := fine and self._checks.believes(part, message.loss)):
             drawn = await self._checks.drawn(
                 worker, part.what, part.rows, values, claim, self.clients.digest(part.step)
             )

@@ -12,8 +12,7 @@ client for those of the accumulator that it wants.
 
 from __future__ import annotations
 
-import zlib
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from blake3 import blake3
 from pydantic import FailFast, Field
@@ -22,9 +21,6 @@ from muletrain.network.base import Channel
 from muletrain.optim.sketch import SIZE as SKETCH
 from muletrain.policy.passes import Part, Pass
 from muletrain.runtime.core.messages import Call, Digest, Header, Id, Message, Name, Natural, Text
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 MAX_PARTS = 1 << 15
 """Most parts in one accumulator."""
@@ -40,11 +36,6 @@ SketchBytes = Annotated[bytes, Field(min_length=4 * SKETCH, max_length=4 * SKETC
 Numbers = Annotated[tuple[Natural, ...], Field(max_length=MAX_PARTS), FailFast()]
 Few = Annotated[tuple[Natural, ...], Field(max_length=2 * MAX_KEPT), FailFast()]
 Steps = Annotated[tuple[Natural, ...], Field(max_length=2)]
-
-
-def checksum(servers: Iterable[str]) -> int:
-    """Returns a number that tells whether two lists of ``servers`` are equal."""
-    return zlib.crc32("\n".join(servers).encode())
 
 
 class Wanted(Header):
@@ -63,14 +54,13 @@ class Wanted(Header):
 
 
 class Answer(Header):
-    """The answer to ``Next``. ``number``: of the answer in the session. ``weights``: digest of the newest weights, the
+    """The answer to ``Next``. ``weights``: digest of the newest weights, the
     ``version``-th of this server, from 1; ``steps``: that compute with them, under delayed updates; ``servers``: all of
-    the stage, unless the client knows; ``clients``: number here; ``speed``: of the clients together [forward passes of a
+    the stage, with new weights; ``clients``: number here; ``speed``: of the clients together [forward passes of a
     sequence per second]; ``own``: of the server's device; ``helpers``: number of idle clients that could help the server
     to end the step. Of what the client has: ``counts``: results that count; ``gone``: parts, results and forwards that
     are of no use. ``wanted``: the accumulator that the client hands over, until the server has it."""
 
-    number: Natural = 0
     weights: Digest
     version: Natural
     steps: Steps = ()
@@ -86,9 +76,9 @@ class Answer(Header):
 
 class Next(Call[Answer]):
     """Asks a server for the next parts. ``session``: drawn by the client each time that it begins at a
-    server; 0: the client only asks for the server's state. ``heard``: number of the last answer that came;
-    ``servers``: ``checksum`` of the known servers; ``weights``: digest of the weights that the client computes with,
-    for the steps that the server named; ``version``: the newest version that it knows. ``parts``: numbers of the givings
+    server; 0: the client only asks for the server's state. ``weights``: digest of the weights that the client computes
+    with, for the steps that the server named; ``version``: the newest version that it knows; 0: the session begins.
+    ``parts``: numbers of the givings
     that the client computes; ``uncounted``: of results that may count; ``forwards``: of kept forwards; ``handed``:
     number of the last hand-over that began. ``leaves``: the client works here no more."""
 
@@ -97,8 +87,6 @@ class Next(Call[Answer]):
     config: Digest
     stage: Natural
     session: Natural = 0
-    heard: Natural = 0
-    servers: Natural = 0
     weights: Digest | None = None
     version: Natural = 0
     parts: Few = ()

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.compute.base import Microbatch
+from muletrain.compute.slot import Turn
 from muletrain.errors import Malformed
 from muletrain.optim.sketch import SIZE, sketch
-from muletrain.policy.passes import LAST, Given, Part, Pass
+from muletrain.policy.passes import LAST, Part, Pass
 from muletrain.policy.pool import OWN
-from muletrain.runtime.pool.messages import Give
-from muletrain.wire.codec import decode, encoded_size
+from muletrain.wire.codec import encoded_size
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -44,12 +44,14 @@ class KeptPart:
     forward_at: PeerId | None = None
     forward_number: int = 0
 
-    @property
-    def other(self) -> Encoded:
-        """The second input of a backward: targets, or the gradient of the outputs."""
-        found = self.gradient if self.targets is None else self.targets
-        assert found is not None  # only a forward does without
-        return found
+    def tensors(self, what: Pass, *, has_forward: bool) -> list[Encoded]:
+        """Returns the inputs of a pass, for a worker that ``has_forward`` of the part, or has not."""
+        places = [] if self.positions is None else [self.positions]
+        if what is Pass.FORWARD:
+            return [self.inputs, *places]
+        other = self.gradient if self.targets is None else self.targets
+        assert other is not None  # only a forward does without
+        return [other] if has_forward else [self.inputs, other, *places]
 
 
 def check_result(plan: Plan, stage: int, part: Part | None, message: Result, tensors: list[Encoded]) -> None:
@@ -81,36 +83,6 @@ class _Accumulated:
     claim: Sketch | None
 
 
-def given_message(
-    given: Given,
-    kept: KeptPart,
-    has_forward: bool,
-    generation: int,
-    whole: int,
-    verdicts: tuple[tuple[int, ...], tuple[int, ...]],
-    *,
-    accumulate: bool,
-) -> tuple[Give, list[Encoded]]:
-    """Returns the message that gives a part to a client, with tensors. ``has_forward``: the client has the part's
-    forward; ``whole``: sequences of a microbatch; ``verdicts``: results of the client that count, and that do not."""
-    places = [] if kept.positions is None else [kept.positions]
-    what = given.part.what
-    here = what is Pass.BACKWARD and has_forward
-    message = Give(
-        **given.part._asdict(),
-        number=given.number,
-        generation=generation,
-        whole=whole,
-        accumulate=accumulate and what is not Pass.FORWARD,
-        has_forward=here,
-        counts=verdicts[0],
-        gone=verdicts[1],
-    )
-    if what is Pass.FORWARD:
-        return message, [kept.inputs, *places]
-    return message, [kept.other] if here else [kept.inputs, kept.other, *places]
-
-
 async def recomputed(
     compute: Compute, mb: Microbatch, inputs: Tensor, other: Tensor, seed: bytes, positions: Tensor | None = None
 ) -> dict[str, Sketch]:
@@ -137,27 +109,27 @@ async def recomputed(
 
 
 async def computed_part(
-    compute: Compute, mb: Microbatch, part: Part, kept: KeptPart, seed: bytes, *, accumulate: bool
+    compute: Compute, mb: Microbatch, what: Pass, tensors: list[Tensor], seed: bytes, *, accumulate: bool, here: bool
 ) -> tuple[float, Tensor | None, dict[str, Sketch]]:
-    """Computes ``part`` on the server's own device. Returns the loss, the output, if any, and the sketches of a check.
-    Raises MuletrainError, and KeyError if the forward was dropped meanwhile."""
-    inputs, loss, output = await compute.offload(decode, kept.inputs), 0.0, None
-    places = None if kept.positions is None else decode(kept.positions)
-    if part.what is Pass.CHECK:
-        other = await compute.offload(decode, kept.other)
-        return 0.0, None, await recomputed(compute, mb, inputs, other, seed, places)
-    if part.what is Pass.FORWARD:
-        output = await compute.forward(mb, inputs, positions=places)
-    elif kept.targets is not None:
-        loss, output = await compute.loss_backward(mb, inputs, decode(kept.targets), accumulate=accumulate)
+    """Computes a part, from the decoded ``KeptPart.tensors``. ``here``: the part's forward is here. Returns the loss, the
+    output, if any, and the sketches of a check. Raises MuletrainError, and KeyError if the forward was dropped."""
+    first, *rest = tensors
+    loss, output = 0.0, None
+    if what is Pass.CHECK:
+        return loss, output, await recomputed(compute, mb, first, rest[0], seed, *rest[1:])
+    if what is Pass.FORWARD:
+        compute.discard(mb)
+        output = await compute.forward(mb, first, Turn(1), *rest)
+    elif compute.stage == compute.stages - 1:
+        loss, output = await compute.loss_backward(mb, first, rest[0], Turn(1), accumulate=accumulate)
     else:
-        if part.what is Pass.AGAIN or kept.forward_at != OWN:
+        if not here:
             compute.discard(mb)
-            await compute.forward(mb, inputs, positions=places)
-        assert kept.gradient is not None  # given with every backward
-        gradient = await compute.offload(decode, kept.gradient)
-        output = await compute.backward(mb, gradient, accumulate=accumulate)
-    return loss, None if output is None or part.what is Pass.AGAIN else await output, {}
+            await compute.forward(mb, first, Turn(0), *rest[1:])
+        output = await compute.backward(mb, first if here else rest[0], Turn(0), accumulate=accumulate)
+    if what is Pass.AGAIN:  # the result has counted before
+        return 0.0, None, {}
+    return loss, None if output is None else await output, {}
 
 
 class Parts:

@@ -9,7 +9,7 @@ from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE
 from muletrain.errors import MuletrainError
 from muletrain.policy.passes import Pass
-from muletrain.runtime.pool.calls import Call
+from muletrain.runtime.pool.desk import Call
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
-from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError
+from muletrain.errors import DeadlineExceeded, MuletrainError
 from muletrain.policy.deadline import Deadline, backoff_s
 from muletrain.policy.passes import Pass
 from muletrain.policy.worker import Standings, server_to_move_to
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from muletrain.clock import Clock
     from muletrain.network.base import Network, PeerId
     from muletrain.runtime.core.plan import Plan
-    from muletrain.runtime.core.tasks import Tasks
 
 CALL_S, CALL_FLOOR_S = 10.0, 3.0
 """Seconds for a call, before any was answered, and at least: a server may hold it for a second."""
@@ -58,17 +57,31 @@ STATE = Next(name="-", config=bytes(32), stage=0)
 """Asks a server for its state."""
 
 
+async def states_of(net: Network, servers: Sequence[PeerId], timeout_s: float = CALL_S) -> dict[PeerId, Answer]:
+    """Returns the states of the ``servers`` that answer about as soon as the first. Ends within ``timeout_s``."""
+    found: dict[PeerId, Answer] = {}
+
+    async def ask(server: PeerId) -> None:
+        with contextlib.suppress(MuletrainError):
+            found[server] = await STATE.ask(net, server, timeout_s=timeout_s)
+
+    waiting = {asyncio.create_task(ask(server)) for server in servers}
+    try:
+        while waiting:
+            left_s = OTHERS_S if found else None
+            done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+    finally:
+        for task in waiting:
+            task.cancel()
+    return found
+
+
 async def helpers_of(net: Network, servers: Sequence[PeerId]) -> Helpers:
     """Returns the number and the speed of all clients of a stage's ``servers``. In a large fleet a sample is asked, and
     scaled up."""
-
-    async def ask(server: PeerId) -> Answer | None:
-        try:
-            return await STATE.ask(net, server, timeout_s=CALL_S)
-        except MuletrainError:
-            return None
-
-    found = [state for state in await asyncio.gather(*map(ask, servers[:COUNTED])) if state is not None]
+    found = (await states_of(net, servers[:COUNTED])).values()
     times = len(servers) / max(1, len(found))
     clients = sum(state.clients for state in found)
     speed, own = sum(state.speed for state in found), sum(state.own for state in found)
@@ -78,11 +91,10 @@ async def helpers_of(net: Network, servers: Sequence[PeerId]) -> Helpers:
 
 
 class StageServers:
-    """Asks the servers of a stage. ``known``: the known servers; ``asks``: the question for their states."""
+    """Asks the servers of a stage. ``known``: the known servers."""
 
-    def __init__(self, net: Network, clock: Clock, tasks: Tasks, known: tuple[PeerId, ...], asks: Next) -> None:
-        self._net, self._clock, self._tasks = net, clock, tasks
-        self.known, self._asks = known, asks
+    def __init__(self, net: Network, clock: Clock, known: tuple[PeerId, ...]) -> None:
+        self._net, self._clock, self.known = net, clock, known
         self.over: set[PeerId] = set()
         """Servers that have said that the run is over, and are asked no more."""
         self._answers = Deadline(unmeasured_s=CALL_S, floor_s=CALL_FLOOR_S)
@@ -98,18 +110,7 @@ class StageServers:
         others = [s for s in self.known if s != but and s not in self.over]
         if most is not None:
             others = self._draw.sample(others, min(most, len(others)))
-        asked = {s: self._tasks.spawn(self._state_of(s), "state of a server") for s in others}
-        found: dict[PeerId, Answer] = {}
-        waiting, timeout_s = {*asked.values()}, None
-        while waiting:
-            done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            found = {s: state for s, t in asked.items() if t.done() and (state := t.result()) is not None}
-            if not done:
-                break
-            timeout_s = OTHERS_S if found else None
-        for task in waiting:
-            task.cancel()
-        return found
+        return await states_of(self._net, others, self._answers.seconds())
 
     async def by_need(self, *, but: Collection[PeerId] = ()) -> list[tuple[PeerId, Answer]]:
         """Returns the answering servers and their states, servers with the slowest clients together first, and ``but``
@@ -171,13 +172,6 @@ class StageServers:
         clients = len(self.known) * sum(state.clients for state in found.values()) / len(found)
         behind = max(found, key=lambda s: found[s].helpers)
         return behind if self._draw.random() * max(1.0, clients) < found[behind].helpers else None
-
-    async def _state_of(self, server: PeerId) -> Answer | None:
-        """Returns the state of ``server``; None: no answer."""
-        try:
-            return await self.call(server, self._asks)
-        except NetworkError:
-            return None
 
     async def call(self, server: PeerId, ask: Next) -> Answer:
         """Returns the answer of ``server``, within a measured deadline. Raises NetworkError."""

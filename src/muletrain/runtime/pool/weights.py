@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from muletrain.runtime.core.blocks import BUSY, HASHED_AT_ONCE, HEADERS, Downloa
 from muletrain.runtime.core.times import AGAIN_S, pause_s
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
@@ -65,58 +65,52 @@ def _hashes(data: memoryview, block: int) -> bytes:
 
 
 class WeightsDownload:
-    """Takes weights for one client. ``news``: to be set when other weights may be wanted."""
+    """Takes weights for one client. ``news``: to be set when other weights may be wanted; set when weights came."""
 
-    def __init__(self, blocks: Blocks, clock: Clock, compute: Compute, tasks: Tasks) -> None:
-        self._clock, self._compute, self._tasks = clock, compute, tasks
+    def __init__(self, blocks: Blocks, clock: Clock, compute: Compute, tasks: Tasks, news: asyncio.Event) -> None:
+        self._clock, self._compute, self._tasks, self._news = clock, compute, tasks, news
         self._downloader = Downloader(blocks, compute.offload, refused=lambda server, _: self.wrong.add(server))
         self._digest: bytes | None = None
         """Digest of the weights on their way."""
-        self._taking: asyncio.Task[str] | None = None
-        """Ends with the problem, if any."""
+        self._taking: asyncio.Task[Tensor | None] | None = None
         self._partial: PartialDownload | None = None
-        self._values = torch.empty(0)
         self._since_s = 0.0
-        self._missed = False
-        """A requested block may not come."""
-        self.news = asyncio.Event()
         self.took_s = 0.0
         """Seconds that the last weights took or, of weights that did not come whole, would have taken; 0: unmeasured."""
         self.wrong: set[PeerId] = set()
         """Servers that gave wrong weights, and are asked for no more."""
 
-    def ask_again(self) -> None:
-        """A message may have been lost, or other servers have the weights."""
-        self._missed = True
-        self.news.set()
-
-    def begin(self, digest: bytes, servers: Sequence[PeerId]) -> None:
-        """Ask ``servers``, the first of them first, for weights that are to be fetched soon."""
+    def begin(self, digest: bytes, known: Callable[[], Sequence[PeerId]]) -> asyncio.Task[Tensor | None]:
+        """Ask for weights that are to be fetched soon. ``known``: see ``fetch``."""
         if self._taking is not None:
             self._taking.cancel()
-        self._digest, self._partial, self._since_s, self._missed = digest, None, loop_time_s(), False
-        self._take(digest, servers)
+        self._digest, self._partial, self._since_s = digest, None, loop_time_s()
+        self._taking = self._tasks.spawn(self._taken(digest, known), "weights")
+        self._taking.add_done_callback(lambda _: self._news.set())
+        return self._taking
 
-    def _take(self, digest: bytes, servers: Sequence[PeerId]) -> None:
-        right = [server for server in servers if server not in self.wrong] or [*servers]
-        self._taking = self._tasks.spawn(self._taken(digest, right), "weights")
-        self._taking.add_done_callback(lambda _: self.news.set())
-
-    async def _taken(self, digest: bytes, servers: list[PeerId]) -> str:
-        """Returns the problem; empty: the weights came whole."""
-        try:
-            if (partial := self._partial) is None:
-                manifest = await self._downloader.manifest(digest, servers, self._check)
-                self._values = await self._compute.room(self._compute.n_params)
-                data = self._values.numpy().data.cast("B")
-                self._partial = partial = PartialDownload(digest, manifest, data, set(range(manifest.blocks)))
-            await self._downloader.fetch(partial, servers)
-        except ProtocolError as e:  # the first server named these weights
-            self.wrong.add(servers[0])
-            return str(e)
-        except NetworkError as e:
-            return str(e)
-        return ""
+    async def _taken(self, digest: bytes, known: Callable[[], Sequence[PeerId]]) -> Tensor | None:
+        """Returns the weights, flat fp32 [P]; None: the weights did not come whole."""
+        tries, values = 0, None
+        for round_ in itertools.count():
+            servers = [server for server in known() if server not in self.wrong] or [*known()]
+            problem = ""
+            try:
+                if values is None or self._partial is None:
+                    manifest = await self._downloader.manifest(digest, servers, self._check)
+                    values = await self._compute.room(self._compute.n_params)
+                    data = values.numpy().data.cast("B")
+                    self._partial = PartialDownload(digest, manifest, data, set(range(manifest.blocks)))
+                await self._downloader.fetch(self._partial, servers)
+                return values
+            except ProtocolError:  # the first server named these weights
+                self.wrong.add(servers[0])
+            except NetworkError as e:
+                problem = str(e)
+            if (tries := tries + (BUSY not in problem)) == TRIES:
+                break
+            await self._clock.sleep(pause_s(round_, AGAIN_S))
+        return None
 
     def _check(self, manifest: Manifest) -> None:
         """Raises ProtocolError for a manifest of anything but this stage's weights."""
@@ -129,37 +123,17 @@ class WeightsDownload:
     ) -> Tensor | None:
         """Returns the weights with this ``digest``, flat fp32 [P]; None: the weights did not come, or are not
         ``wanted`` any more. ``known``: the servers of the stage, the one to ask first in front."""
-        if self._digest != digest:
-            self.begin(digest, known())
+        taking = self._taking
+        if taking is None or self._digest != digest:
+            taking = self.begin(digest, known)
         try:
-            tries = 0
-            for round_ in itertools.count():
-                assert self._taking is not None  # set by ``begin``
-                while wanted() and not self._missed and not self._taking.done():
-                    self.news.clear()
-                    await self.news.wait()
-                if not wanted():
-                    return None
-                if self._missed:
-                    self._missed = False
-                    self._taking.cancel()
-                    await asyncio.wait({self._taking})  # it forgets the blocks that it waits for
-                elif not (problem := self._taking.result()):
-                    return self._values
-                elif (tries := tries + (BUSY not in problem)) == TRIES:
-                    return None
-                else:
-                    await self._clock.sleep(pause_s(round_, AGAIN_S))
-                self._take(digest, known())
-            return None
+            while wanted() and not taking.done():
+                self._news.clear()
+                await self._news.wait()
+            return taking.result() if wanted() else None
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        partial, since_s = self._partial, loop_time_s() - self._since_s
-        came = 0 if partial is None else partial.manifest.blocks - len(partial.missing)
-        self.took_s = since_s * partial.manifest.blocks / came if partial and came else max(self.took_s, since_s)
-        if self._taking is not None:
-            self._taking.cancel()
-        self._digest, self._taking, self._partial = None, None, None
-        self._values = torch.empty(0)
+            partial, since_s = self._partial, loop_time_s() - self._since_s
+            came = 0 if partial is None else partial.manifest.blocks - len(partial.missing)
+            self.took_s = since_s * partial.manifest.blocks / came if partial and came else max(self.took_s, since_s)
+            taking.cancel()
+            self._digest, self._taking, self._partial = None, None, None

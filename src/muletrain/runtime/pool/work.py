@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muletrain.compute.base import Microbatch
-from muletrain.compute.slot import Turn
 from muletrain.errors import Malformed, MuletrainError
 from muletrain.network.base import Channel
 from muletrain.optim.sketch import packed
@@ -17,7 +16,7 @@ from muletrain.runtime.core.blocks import StateImage
 from muletrain.runtime.pool.accumulators import packed_gradient
 from muletrain.runtime.pool.checks import checked_message
 from muletrain.runtime.pool.messages import MAX_KEPT, Give, Result
-from muletrain.runtime.pool.parts import recomputed
+from muletrain.runtime.pool.parts import computed_part
 from muletrain.wire.codec import IDS, Encoded, decode, encode, sample_codecs
 
 if TYPE_CHECKING:
@@ -35,18 +34,14 @@ WAIT_S = 30.0
 """Seconds for which a part waits for the server's word on earlier parts."""
 
 
-def places(compute: Compute) -> int:
-    """Returns the largest number of steps in flight at once."""
-    return 2 if compute.delayed else 1
+class PartWork:
+    """Computes parts on one client's device, and keeps their gradients: those that count, summed by step, and those that
+    await the server's word. The gradients of a step begin anew with each generation of the server, and when a later step
+    needs the place (``Compute`` has as many places as there are steps in flight)."""
 
-
-class Accumulator:
-    """The gradients of one client's parts: gradients that count, summed by step, and gradients that await the server's
-    word. The gradients of a step begin anew with each generation of the server, and when a later step needs the place
-    (``Compute`` has as many places as there are steps in flight)."""
-
-    def __init__(self, compute: Compute) -> None:
-        self._compute, self._places = compute, places(compute)
+    def __init__(self, compute: Compute, plan: Plan) -> None:
+        self._compute, self._plan = compute, plan
+        self._places = 2 if compute.delayed else 1
         self._generations: dict[int, int] = {}
         """Generations, by place."""
         self._counted: dict[int, set[int]] = {}
@@ -59,13 +54,23 @@ class Accumulator:
         self._lock = asyncio.Lock()
         """Held while the sums are read or changed."""
         self._room = asyncio.Event()
+        self._forwards: dict[Microbatch, int] = {}
+        """Parts whose forward is kept, with the number of the giving."""
+        self._under_way: dict[asyncio.Task[Any], Microbatch] = {}
+        self._loading: set[int] = set()
+        """Places whose weights are being replaced."""
+        self.seeds: dict[int, bytes] = {}
+        """Digests of the weights, from which sketches are drawn, by place."""
+
+    # Gradients --------------------------------------------------------------------------------------------------------
 
     async def leave(self) -> None:
-        """The server is a different one: all gradients are of no use."""
+        """The server is a different one: all gradients and forwards are of no use."""
         async with self._lock:
             for place in range(self._places):
                 self._clear(place)
             self._generations.clear()
+        self.forget_forwards()
 
     async def begin_anew(self, step: int, generation: int) -> None:
         """Drop an earlier generation in the place of ``step``."""
@@ -95,12 +100,7 @@ class Accumulator:
         self._computing = {mb for mb in self._computing if not there(mb.step)}
         self._room.set()
 
-    async def load(self, weights: Tensor, steps: Collection[int]) -> None:
-        """Replace the weights of ``steps``, (): of all steps, by ``weights``, flat fp32 [P]."""
-        async with self._lock:
-            await self._compute.load_weights(weights, steps)
-
-    async def reserve(self, mb: Microbatch, generation: int) -> None:
+    async def _reserve(self, mb: Microbatch, generation: int) -> None:
         """Wait for room for the gradient of ``mb``. Raises MuletrainError if there is none."""
         try:
             async with asyncio.timeout(WAIT_S):
@@ -111,17 +111,13 @@ class Accumulator:
             raise MuletrainError("the server does not say which results count") from None
         if mb in self._computing:
             raise MuletrainError("the same part is not settled yet")
-        self.check(mb.step, generation)
+        self._check_generation(mb.step, generation)
         self._computing.add(mb)
 
-    def check(self, step: int, generation: int) -> None:
+    def _check_generation(self, step: int, generation: int) -> None:
         """Raises MuletrainError if ``generation`` of ``step`` is over."""
         if generation != self._generation(step):
             raise MuletrainError("the server's accumulators began anew")
-
-    def computed(self, number: int, mb: Microbatch) -> None:
-        """The gradient of ``mb`` is there, without the server's word whether it counts."""
-        self._uncounted[number] = mb
 
     @property
     def empty(self) -> bool:
@@ -131,15 +127,6 @@ class Accumulator:
     def uncounted(self) -> tuple[int, ...]:
         """Returns the numbers of the givings without the server's word."""
         return tuple(sorted(self._uncounted.keys() - self._verdicts.keys()))
-
-    def has(self, mb: Microbatch) -> bool:
-        """Is the gradient of ``mb`` being computed, or not counted yet?"""
-        return mb in self._computing
-
-    def free(self, mb: Microbatch) -> None:
-        """The gradient of ``mb`` was not computed."""
-        self._computing.discard(mb)
-        self._room.set()
 
     async def settle(self, counts: Collection[int], gone: Collection[int]) -> None:
         """Add the gradients of givings to the sums of their steps, or drop them."""
@@ -160,7 +147,7 @@ class Accumulator:
             self._compute.discard(mb)
         self._room.set()
 
-    async def hand_over(self, wanted: Wanted, plan: Plan) -> StateImage:
+    async def hand_over(self, wanted: Wanted) -> StateImage:
         """Returns a copy for the server: the sum of a step, with all present givings that count, and their numbers. Then
         begins anew."""
         step, counts = wanted.step, {*wanted.givings}
@@ -168,27 +155,14 @@ class Accumulator:
             self._begin_anew(step, wanted.generation)
             for number in [n for n, mb in self._uncounted.items() if n in counts and mb.step == step]:
                 self._settle(number, counts=True)
-            gradient = await packed_gradient(await self._compute.gradient(step), self._compute, plan)
+            gradient = await packed_gradient(await self._compute.gradient(step), self._compute, self._plan)
             self._compute.clear(step)
             givings = torch.tensor(sorted(self._counted.pop(step, ())), dtype=torch.int64)
         copy = StateImage({"givings": givings, "gradient": gradient}, Channel.AVERAGE)
         await copy.name(self._compute.offload)
         return copy
 
-
-class PartWork:
-    """Computes parts on one client's device."""
-
-    def __init__(self, compute: Compute, plan: Plan, accumulator: Accumulator) -> None:
-        self._compute, self._plan, self._accumulator = compute, plan, accumulator
-        self._forwards: dict[Microbatch, int] = {}
-        """Parts whose forward is kept, with the number of the giving."""
-        self._under_way: dict[asyncio.Task[Any], Microbatch] = {}
-        self._places = places(compute)
-        self._loading: set[int] = set()
-        """Places whose weights are being replaced."""
-        self.seeds: dict[int, bytes] = {}
-        """Digests of the weights, from which sketches are drawn, by place (``Accumulator``)."""
+    # Parts ------------------------------------------------------------------------------------------------------------
 
     def forget_forwards(self, steps: Collection[int] = ()) -> None:
         """Drop all forwards with the weights in the places of ``steps``, (): in all places, because no backward will
@@ -218,10 +192,11 @@ class PartWork:
                 task.cancel()
             await asyncio.gather(*ended, return_exceptions=True)
             for mb in {*ended.values()}:
-                if not self._accumulator.has(mb):
+                if mb not in self._computing:
                     self._compute.discard(mb)
             self.forget_forwards(steps)
-            await self._accumulator.load(weights, steps)
+            async with self._lock:
+                await self._compute.load_weights(weights, steps)
             self.seeds |= dict.fromkeys(self._loading, digest)
         finally:
             self._loading = set()
@@ -247,9 +222,10 @@ class PartWork:
             raise Malformed(f"{message.KIND}: {len(tensors)} tensors instead of {len(expected)}")
         if message.whole != plan.sequences or message.first + message.rows > plan.sequences:
             raise Malformed(f"{message.KIND}: sequences {message.first} + {message.rows} of {message.whole}")
-        if last and (
-            message.has_forward or message.what is Pass.FORWARD
-        ):  # the last stage computes forward and backward together
+        # the last stage computes forward and backward together
+        if (last and message.what is Pass.FORWARD) or (
+            message.has_forward and (last or message.what is not Pass.BACKWARD)
+        ):
             raise Malformed(f"{message.KIND}: not at stage {self._compute.stage}")
         for tensor, (shape, codecs) in zip(tensors, expected, strict=True):
             if tensor.shape != shape or tensor.codec not in codecs:
@@ -274,22 +250,18 @@ class PartWork:
 
     async def _answer(self, message: Give, mb: Microbatch, tensors: list[Encoded]) -> tuple[Result, list[Encoded]]:
         try:
-            if self._accumulator.has(mb):
+            if mb in self._computing:
                 return self.unable(message, "the same part is not settled yet"), []
             if not message.accumulate and message.what is not Pass.CHECK:
                 return await self._computed(message, mb, tensors)
-            await self._accumulator.reserve(mb, message.generation)
-            if message.what is Pass.CHECK:
-                try:
-                    return await self._computed(message, mb, tensors)
-                finally:
-                    self._accumulator.free(mb)
+            await self._reserve(mb, message.generation)
             try:
                 return await self._computed(message, mb, tensors)
-            except BaseException:
-                self._accumulator.free(mb)
-                self._compute.discard(mb)
-                raise
+            finally:
+                if message.number not in self._uncounted:
+                    self._computing.discard(mb)
+                    self._room.set()
+                    self._compute.discard(mb)
         except KeyError:
             return self.unable(message, "its forward is not here"), []
         except MuletrainError as e:
@@ -297,38 +269,27 @@ class PartWork:
 
     async def _computed(self, message: Give, mb: Microbatch, tensors: list[Encoded]) -> tuple[Result, list[Encoded]]:
         """Raises MuletrainError, and KeyError if the forward is not here (any more)."""
-        compute, part, seed = self._compute, message.part, self.seeds.get(mb.step % self._places, b"")
-        first, *rest = [await compute.offload(decode, tensor) for tensor in tensors]
-        apart = self._plan.targets.apart and compute.stage < compute.stages - 1
-        places = rest.pop() if apart and not message.has_forward else None
-        if part.what is Pass.CHECK:
+        compute, what, seed = self._compute, message.what, self.seeds.get(mb.step % self._places, b"")
+        inputs = [await compute.offload(decode, tensor) for tensor in tensors]
+        if what is not Pass.FORWARD:
             self._forwards.pop(mb, None)
-            return checked_message(message.number, await recomputed(compute, mb, first, rest[0], seed, places)), []
-        loss, result = 0.0, None
-        if part.what is Pass.FORWARD:
-            compute.discard(mb)
-            result = await compute.forward(mb, first, Turn(1), places)
+        loss, result, found = await computed_part(
+            compute, mb, what, inputs, seed, accumulate=message.accumulate, here=message.has_forward
+        )
+        if found:
+            return checked_message(message.number, found), []
+        if what is Pass.FORWARD:
             self._forwards.pop(mb, None)
             self._forwards[mb] = message.number
             while len(self._forwards) > MAX_KEPT:  # the server would fill our memory
                 self.forget_forward(next(iter(self._forwards.values())))
-        elif compute.stage == compute.stages - 1:
-            loss, result = await compute.loss_backward(mb, first, rest[0], Turn(1), accumulate=message.accumulate)
-        else:
-            if rest:
-                compute.discard(mb)
-                await compute.forward(mb, first, Turn(0), places)
-            self._forwards.pop(mb, None)
-            result = await compute.backward(mb, rest[-1] if rest else first, Turn(0), accumulate=message.accumulate)
-        if part.what is Pass.AGAIN:  # what it gives has counted
-            loss, result = 0.0, None
         sent = []
         if result is not None:
-            sent = [await compute.offload(encode, await result, self._plan.activations)]
+            sent = [await compute.offload(encode, result, self._plan.activations)]
         claim = None
         if message.accumulate:
             if self._plan.verify:
                 claim = packed(await compute.part_sketch(mb, seed))
-            self._accumulator.check(mb.step, message.generation)
-            self._accumulator.computed(message.number, mb)
+            self._check_generation(mb.step, message.generation)
+            self._uncounted[message.number] = mb
         return Result(number=message.number, loss=loss, sketch=claim), sent
