@@ -24,7 +24,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, PeerUnreachable, ProtocolError
+from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError
 from muletrain.events import MicrobatchRerouted
 from muletrain.policy.deadline import RetryBudget, Usual
 from muletrain.policy.rooms import Rooms
@@ -279,14 +279,6 @@ class Dispatcher:
         work, flops = self._ctx.plan.work, self._ctx.roster.member(peer).flops
         return 3 * work[self._stage] / flops if work and flops else 0.0
 
-    def expects(self, sender: PeerId, reply: Backward, tensors: list[Encoded]) -> None:
-        """Check a gradient for a request to this stage before reading; the gradient may be late. Raises Malformed for a
-        wrong shape or codec."""
-        plan, (gradient,) = self._ctx.plan, tensors
-        shape = plan.sequences, plan.sequence_length(reply.step), plan.width
-        if (gradient.shape, gradient.codec) != (shape, plan.activations):
-            raise Malformed(f"a gradient of {gradient.codec} {gradient.shape} that is not {plan.activations} {shape}")
-
     def on_reply(self, sender: PeerId, reply: Backward | Lost, tensors: list[Encoded]) -> None:
         """Match an answer with its request. Late answers to requests that were given up, or sent elsewhere since, are
         dropped. Raises ProtocolError for an unrequested or missing gradient."""
@@ -475,7 +467,7 @@ class Dispatcher:
 
     async def _try(self, pending: Pending, accumulate: tuple[int, ...]) -> Answer | Declined:
         """Send to one peer, then wait for the peer's work. Ends after ``microbatch/stage_server._compute_forward`` and
-        ``microbatch/stage_server._encode_gradient`` at this stage and later ones, or earlier if the request is
+        ``microbatch/stage_server._accumulated`` at this stage and later ones, or earlier if the request is
         overdue."""
         clock, peer, request = self._ctx.clock, pending.peer, pending.request
         message = Forward(
