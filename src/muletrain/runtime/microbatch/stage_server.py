@@ -292,16 +292,14 @@ class StageServer:
         job.excused |= not trusted
 
         async def backward(accumulate: bool) -> tuple[float, Result | None]:
-            turn = self._turn(self._backward, job, "backward")
-            compute = self.ctx.compute.backward(job.microbatch, gradient, turn, accumulate=accumulate)
-            return answer.loss, await compute
+            turn, compute = self._turn(self._backward, job, "backward"), self.ctx.compute
+            return answer.loss, await compute.backward(job.microbatch, gradient, turn, accumulate=accumulate)
 
         return await self._accumulated(job, "backward", backward)
 
     async def _last_stage(self, job: _Job, inputs: Tensor, targets: Tensor) -> tuple[float, Encoded | None]:
         async def backward(accumulate: bool) -> tuple[float, Result | None]:
-            turn = self._turn(self._forward, job, "forward", "backward")
-            compute = self.ctx.compute
+            turn, compute = self._turn(self._forward, job, "forward", "backward"), self.ctx.compute
             return await compute.loss_backward(job.microbatch, inputs, targets, turn, accumulate=accumulate)
 
         return await self._accumulated(job, "forward and backward", backward)
