@@ -128,7 +128,7 @@ class Microbatches:
     def on_broken(self, peer: PeerId) -> None:
         """A stream with ``peer`` ended."""
         for dispatcher in self._dispatchers:
-            dispatcher.on_broken(peer)
+            dispatcher.debtors.broken(peer)
 
     def on_trainer_done(self, sender: PeerId, message: TrainerDone) -> None:
         """Note microbatches that a trainer reports as through. Raises ProtocolError for an invalid report."""
