@@ -74,7 +74,7 @@ def record(*entries: RoundEntry, live: tuple[tuple[str, ...], ...] = (("a",), ("
 
 
 def test_ledger_grants_each_microbatch_once() -> None:
-    ledger = Ledger(LINEAGE, 0, 4)
+    ledger = Ledger(4)
     assert ledger.begin(1)
     assert not ledger.begin(1), "already running"
     ledger.commit(1, 5.0)
@@ -98,7 +98,7 @@ def test_ledger_grants_each_microbatch_once() -> None:
 
 def test_a_ledger_with_gaps_accepts_these_alone() -> None:
     """What else is on its way was missing before its holder came back: it would be in two accumulators."""
-    ledger = Ledger(LINEAGE, 0, 4)
+    ledger = Ledger(4)
     assert ledger.begin(1)
     ledger.commit(1, 5.0)
     ledger.seal()
@@ -116,7 +116,7 @@ def test_a_ledger_with_gaps_accepts_these_alone() -> None:
 
 def test_ledger_refuses_indices_the_step_does_not_have() -> None:
     with pytest.raises(ProtocolError, match=r"0\.\.3"):
-        Ledger(LINEAGE, 0, 4).begin(4)
+        Ledger(4).begin(4)
 
 
 PATIENCE = Deadline()

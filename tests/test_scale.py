@@ -200,7 +200,7 @@ def test_what_a_roster_answers_follows_the_news() -> None:
         lambda: roster.left("p1"),
         lambda: roster.mark_alive("p1"),
         lambda: roster.expel("p3"),
-        lambda: roster.move(1),
+        lambda: roster.moved(roster.own.id, 1),
         lambda: roster.hear_of(self_at_7),
         lambda: roster.left("p5"),
         lambda: roster.hear_of(back),

@@ -147,10 +147,15 @@ def silenced(stages: tuple[int, ...], silent: str, at_s: float, kill_s: float) -
     return whole(play(Scenario(21, stages, 4, STEPS, 48, 0.01, faults)))
 
 
-@pytest.mark.parametrize("kill_s", [0.0, 0.5])
-def test_a_trainer_that_dies_while_another_peer_is_silent_costs_seconds(kill_s: float) -> None:
-    """What the dead trainer had given out is accumulated in place of the silent peer, so accumulators may have to go."""
-    assert silenced((3, 2), "peer-1a", 0.9, kill_s).virtual_s < 30
+@pytest.mark.parametrize(
+    ("stages", "silent", "at_s", "kill_s", "most"),
+    [((3, 2), "peer-1a", 0.9, 0.0, 10), ((3, 2), "peer-1a", 0.9, 0.5, 12)],
+)
+def test_what_a_silent_peer_may_have_is_not_accumulated_in_its_place(
+    stages: tuple[int, ...], silent: str, at_s: float, kill_s: float, most: int
+) -> None:
+    """The dead trainer had given it out, and another stage has it. (42 to 46 were computed again.)"""
+    assert again(silenced(stages, silent, at_s, kill_s)) <= most
 
 
 def test_what_was_dropped_after_it_was_run_again_is_run_once_more() -> None:

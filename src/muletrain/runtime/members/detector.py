@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import math
 import statistics
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +21,7 @@ from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import PeerDown
 from muletrain.policy.deadline import RECENT, Deadline, Usual
 from muletrain.policy.overdue import Overdue
+from muletrain.policy.recent import Recent
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.times import GONE_S, LAG_S, PATIENCE_S, pause_s
 from muletrain.runtime.members.messages import Suspected
@@ -82,7 +83,7 @@ class FailureDetector:
         """Returns the version of the statements of a peer that are known here (``StepRunner``); 0: none."""
         self.hear: Callable[[PeerId, bytes, int, Row], None] = lambda peer, lineage, step, row: None
         """Takes in every answer (``StepRunner``), so that no question leaves a lost notice unknown."""
-        self._usual: dict[PeerId, Usual] = {}
+        self._usual: Recent[Usual] = Recent()
         """Usual answer times of each peer, for suspicions."""
         self._waited_s: deque[float] = deque(maxlen=RECENT)
         """Delays of recent answers beyond the fastest answer of the same peer [s]."""
@@ -91,11 +92,11 @@ class FailureDetector:
         self._looked_after: set[PeerId] = set()
         self._late: set[PeerId] = set()
         """Peers that reported a late device: suspected until a better report."""
-        self._tried: dict[PeerId, tuple[float, float]] = {}
+        self._tried: Recent[tuple[float, float]] = Recent()
         """First and last try of each peer that is down."""
-        self._arriving: dict[PeerId, int] = {}
+        self._arriving: Recent[int] = Recent()
         """Bytes that each peer without a state had moved at its last answer."""
-        self._alarms: Counter[PeerId] = Counter()
+        self._alarms: Recent[int] = Recent()
         """Questions that a live peer has missed since its last answer. Only answers are measured, so without this count
         each question would fail like the previous where all peers are slow, as on cores that fleets share (RFC 6298,
         5.5)."""
@@ -230,16 +231,16 @@ class FailureDetector:
     async def _sync(self, peer: PeerId, lineage: bytes, step: int, *, brief: bool = False, record: bool = False) -> Row:
         known, stage = self.known(peer, lineage, step), self._peer.roster.own.stage
         ask = Sync(lineage=lineage, step=step, stage=stage, known=known, brief=brief, record=record)
-        begin, alarms = self._peer.clock.now(), self._alarms[peer]
+        begin, alarms = self._peer.clock.now(), self._alarms.get(peer, 0)
         waits = alarms if (lives := self._peer.roster.is_alive(peer)) else 0
         limit_s = self.deadline.seconds(waits) + self._peer.net.queued_s(peer)
         try:
             row = await ask.ask(self._peer.net, peer, timeout_s=limit_s)
         except DeadlineExceeded:
-            if lives and alarms == self._alarms[peer] < MAX_ALARMS:
-                self._alarms[peer] += 1
+            if lives and alarms == self._alarms.get(peer, 0) < MAX_ALARMS:
+                self._alarms[peer] = alarms + 1
             raise
-        del self._alarms[peer]
+        self._alarms.pop(peer, None)
         (self._late.add if row.late else self._late.discard)(peer)
         if (took_s := self._peer.clock.now() - begin) <= limit_s:  # else this machine has slept
             self.deadline.measured(took_s)
@@ -269,12 +270,6 @@ class FailureDetector:
                 long_dead += long
                 self._tried[peer] = since, now
                 worth.append(peer)
-        most = 2 * len(self._peer.roster.members())
-        if max(len(self._tried), len(self._usual)) > most:  # forget peers that the roster has forgotten
-            self._tried = {p: tried for p, tried in self._tried.items() if self._peer.roster.knows(p)}
-            self._alarms = Counter({p: n for p, n in self._alarms.items() if self._peer.roster.knows(p)})
-            self._usual = {p: usual for p, usual in self._usual.items() if self._peer.roster.knows(p)}
-            self._arriving = {p: moved for p, moved in self._arriving.items() if self._peer.roster.knows(p)}
         return tuple(worth)
 
     def mark_down(self, peer: PeerId, reason: str, *, declines: bool = False, reached: bool = False) -> None:

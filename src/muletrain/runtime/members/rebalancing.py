@@ -86,6 +86,7 @@ class Rebalancer:
         self._ctx, self._machine, self._load, self._move = ctx, machine, load, move
         self._services: deque[tuple[float, float]] = deque(maxlen=MAX_SERVICES)
         self._confirmed = Confirmed()
+        self._key = f"{ctx.roster.genesis.run_id}/loads"
         self.settled = True
         """False until this peer serves its stage, and when people have it move."""
 
@@ -157,10 +158,6 @@ class Rebalancer:
             await ctx.net.announce(self._key, value.model_dump_json().encode(), kept_s)
         except NetworkError as e:
             ctx.emit(DirectoryFailed(what="the directory did not take this peer's load", reason=str(e)))
-
-    @property
-    def _key(self) -> str:
-        return f"{self._ctx.roster.genesis.run_id}/loads"
 
     def _own(self, queue: float) -> Load:
         roster, plan = self._ctx.roster, self._ctx.plan

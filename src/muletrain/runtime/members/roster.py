@@ -175,18 +175,13 @@ class Roster:
                 self._doubted.discard(peer)
                 self._hearsay.discard(peer)
 
-    def move(self, stage: int) -> None:
-        """This peer serves ``stage`` from now on."""
-        self._members[self._own_id] = self.own.model_copy(update={"stage": stage, "since": self.own.since + 1})
-        self._changed()
-
     def train(self) -> None:
         """This peer builds microbatches from now on."""
         self._members[self._own_id] = self.own.model_copy(update={"trainer": True, "since": self.own.since + 1})
         self._changed()
 
     def moved(self, peer: str, stage: int) -> None:
-        """``peer`` serves ``stage`` from now on; ``peer`` has announced this, or is about to."""
+        """``peer``, perhaps ourselves, serves ``stage`` from now on, and has announced this, or is about to."""
         known = self._members.get(peer)
         if known is not None and known.stage != stage:
             self._members[peer] = known.model_copy(update={"stage": stage, "since": known.since + 1})

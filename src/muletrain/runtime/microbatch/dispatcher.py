@@ -24,7 +24,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, PeerUnreachable, ProtocolError
+from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable, ProtocolError
 from muletrain.events import MicrobatchRerouted
 from muletrain.policy.deadline import RetryBudget, Usual
 from muletrain.policy.rooms import Rooms
@@ -252,7 +252,7 @@ class Dispatcher:
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"), gamma)
         self.trips = Trips(ctx.plan.stages - stage, ctx.compute.jobs.longest_s)
         self._rooms, self._room, self._waiting = Rooms(), asyncio.Event(), 0
-        self._debtors = Debtors(ctx, stage, self.trips, self._is_overdue)
+        self.debtors = Debtors(ctx, stage, self.trips, self._is_overdue)
         self._copies = RetryBudget(COPIES * ctx.plan.capacity, COPIES_SHARE)
         ctx.detector.routes.append(self._on_suspected)
 
@@ -279,23 +279,15 @@ class Dispatcher:
         work, flops = self._ctx.plan.work, self._ctx.roster.member(peer).flops
         return 3 * work[self._stage] / flops if work and flops else 0.0
 
-    def expects(self, sender: PeerId, reply: Backward, tensors: list[Encoded]) -> None:
-        """Check a gradient for a request to this stage before reading; the gradient may be late. Raises Malformed for a
-        wrong shape or codec."""
-        plan, (gradient,) = self._ctx.plan, tensors
-        shape = plan.sequences, plan.sequence_length(reply.step), plan.width
-        if (gradient.shape, gradient.codec) != (shape, plan.activations):
-            raise Malformed(f"a gradient of {gradient.codec} {gradient.shape} that is not {plan.activations} {shape}")
-
     def on_reply(self, sender: PeerId, reply: Backward | Lost, tensors: list[Encoded]) -> None:
         """Match an answer with its request. Late answers to requests that were given up, or sent elsewhere since, are
         dropped. Raises ProtocolError for an unrequested or missing gradient."""
-        pending = self._debtors.owed(sender).get(reply.key)
+        pending = self.debtors.owed(sender).get(reply.key)
         if pending is None or pending.reply.done():
             return
         if isinstance(reply, Backward) and bool(tensors) != pending.gradient:
             raise ProtocolError(f"{reply.KIND}: {'a' if pending.gradient else 'no'} gradient was requested")
-        self._debtors.heard(sender)
+        self.debtors.heard(sender)
         why = None if isinstance(reply, Backward) else reply.why
         if why not in (Why.FULL, Why.AT_IT):
             self._rooms.answered(sender, took=why is None)
@@ -402,7 +394,7 @@ class Dispatcher:
         index = request.index % self._ctx.plan.microbatches  # held-out microbatches have higher indices
         chosen = self._ctx.plan.strategy.choose(self._stage, index, there.keys())
         excluded = known - ({there[name] for name in chosen} or trusted)
-        under_way = {p: len(self._debtors.owed(p)) for p in self._debtors}
+        under_way = {p: len(self.debtors.owed(p)) for p in self.debtors}
         now_s = self._ctx.clock.now()
         return self._wiring.choose(excluded, under_way, full=full, step=request.step, now_s=now_s, waited_s=waited_s)
 
@@ -413,10 +405,10 @@ class Dispatcher:
         computation, and no microbatch is ever in two accumulators. Ends after ``microbatch/dispatcher._try``, also of a
         copy."""
         peer, request = pending.peer, pending.request
-        if request.key in self._debtors.owed(peer):
+        if request.key in self.debtors.owed(peer):
             what = f"microbatch {request.step}/{request.index} attempt {request.attempt}"
             raise ProtocolError(f"{what} is already under way")
-        self._debtors.add(pending)
+        self.debtors.add(pending)
         try:
             got = await self._try(pending, accumulate)
             if isinstance(got, Declined) and (copy := pending.copy) is not None:
@@ -424,24 +416,24 @@ class Dispatcher:
                 return got if copy.exception() else copy.result()
             return got
         finally:
-            self._debtors.remove(pending)
+            self.debtors.remove(pending)
             if (copy := pending.copy) is not None:
                 copy.cancel()
                 await asyncio.wait({copy})
 
     def expects_another_than(self, peer: PeerId) -> bool:
         """Does another, unsuspected peer owe a gradient?"""
-        trusted = {*self._debtors} - {peer, *self._ctx.detector.suspected}
-        return any(owed.gradient for p in trusted for owed in self._debtors.owed(p).values())
+        trusted = {*self.debtors} - {peer, *self._ctx.detector.suspected}
+        return any(owed.gradient for p in trusted for owed in self.debtors.owed(p).values())
 
     def _on_suspected(self, peer: PeerId, why: str) -> None:
-        if self._debtors.owed(peer):
+        if self.debtors.owed(peer):
             self._ctx.spawn(self._have_copied(peer, why), f"copies for {peer[-6:]}")
 
     async def _have_copied(self, peer: PeerId, why: str) -> None:
         """Let other peers compute the microbatches owed by ``peer``, oldest first, as fast as these peers can: most
         suspects are soon heard again. Ends after ``microbatch/dispatcher._try`` of what the peer owes."""
-        while owed := [p for p in self._debtors.owed(peer).values() if p.copy is None and not p.reply.done()]:
+        while owed := [p for p in self.debtors.owed(peer).values() if p.copy is None and not p.reply.done()]:
             avoided = self._ctx.detector.avoided(owed[0].request.step)
             others = set(self._wiring.peers()) - avoided
             if peer not in avoided or not others or not self._have_one_copied(owed[0], why):
@@ -475,7 +467,7 @@ class Dispatcher:
 
     async def _try(self, pending: Pending, accumulate: tuple[int, ...]) -> Answer | Declined:
         """Send to one peer, then wait for the peer's work. Ends after ``microbatch/stage_server._compute_forward`` and
-        ``microbatch/stage_server._encode_gradient`` at this stage and later ones, or earlier if the request is
+        ``microbatch/stage_server._accumulated`` at this stage and later ones, or earlier if the request is
         overdue."""
         clock, peer, request = self._ctx.clock, pending.peer, pending.request
         message = Forward(
@@ -509,10 +501,6 @@ class Dispatcher:
             busy_s, way_s = self.trips.measured(took, reply.busy_s, reply.away_s)
             self._wiring.measured(peer, busy_s, way_s, clock.now())
         return Answer(peer, reply.loss, answer[0] if answer else None, pending.unfinite, took)
-
-    def on_broken(self, peer: PeerId) -> None:
-        """A stream with ``peer`` ended, and its messages are lost."""
-        self._debtors.broken(peer)
 
     def _is_overdue(self, pending: Pending) -> bool:
         """Route around the peer of an overdue ``pending`` request, and let another peer compute a copy. Returns True if

@@ -28,7 +28,6 @@ weights made by R_{t-1}:
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -38,26 +37,22 @@ from muletrain.errors import MuletrainError, ProtocolError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from muletrain.runtime.core.waiting import News
-
 
 class Ledger:
     """Records the microbatches in this peer's accumulator (CONTRIBUTING, "How a step goes", 3). ``StageServer`` fills
     the ledger, room ``step`` seals and reopens it.
 
-    A ledger is a pure state machine. A peer accumulates ``(lineage, step, index)`` at most once over all attempts.
+    A ledger is a pure state machine of one step. A peer accumulates each ``index`` at most once over all attempts.
     Announcing the set seals the ledger: later microbatches are recomputed without accumulating, until the step's record
     decides otherwise.
     """
 
-    def __init__(self, lineage: bytes, step: int, microbatches: int) -> None:
-        self.lineage = lineage
-        self.step = step
+    def __init__(self, microbatches: int) -> None:
         self._microbatches = microbatches
         self._accumulated: dict[int, float] = {}
         self._in_flight: set[int] = set()
         self._excused: set[int] = set()
-        self._sealed = False
+        self.sealed = False
         self._gaps: Collection[int] | None = None
         """The missing microbatches; None: any microbatch may be missing."""
         self.barred = False
@@ -67,7 +62,7 @@ class Ledger:
         """Reserve ``index`` until ``commit`` or ``abort``. Returns False if the microbatch must not accumulate. Raises
         ProtocolError for an index that the step does not have."""
         if not 0 <= index < self._microbatches:
-            raise ProtocolError(f"microbatch {index} of step {self.step}: the step has 0..{self._microbatches - 1}")
+            raise ProtocolError(f"microbatch {index}: the step has 0..{self._microbatches - 1}")
         if not self._open(index) or index in self._accumulated or index in self._in_flight:
             return False
         self._in_flight.add(index)
@@ -84,7 +79,7 @@ class Ledger:
         self._accumulated[index] = loss
 
     def abort(self, index: int) -> None:
-        """The reserved microbatch did not finish, and no part of it is in the accumulator."""
+        """No part of the reserved microbatch is in the accumulator, unless ``commit`` said so."""
         self._in_flight.discard(index)
 
     def excuse(self, index: int) -> None:
@@ -92,7 +87,7 @@ class Ledger:
         self._excused.add(index)
 
     def _open(self, index: int) -> bool:
-        return not (self._sealed or self.barred) and (self._gaps is None or index in self._gaps)
+        return not (self.sealed or self.barred) and (self._gaps is None or index in self._gaps)
 
     @property
     def excused(self) -> bool:
@@ -102,23 +97,19 @@ class Ledger:
     def seal(self) -> frozenset[int]:
         """Fix the set, and return it for the announcement. Raises RuntimeError while a microbatch accumulates."""
         if self._in_flight:
-            raise RuntimeError(f"sealing step {self.step} while {sorted(self._in_flight)} still accumulate")
-        self._sealed = True
+            raise RuntimeError(f"sealing while {sorted(self._in_flight)} still accumulate")
+        self.sealed = True
         return frozenset(self._accumulated)
 
     def reopen(self, *, keep: bool, gaps: Collection[int] | None = None) -> None:
         """Accept more indices, since the round failed or had ``gaps``: then only the gaps, because other reruns in
         progress belong to earlier gaps, before a peer came back. ``keep`` false: the accumulator was emptied."""
-        self._sealed = False
+        self.sealed = False
         if gaps is not None or not keep:
             self._gaps = gaps
         if not keep:
             self._accumulated.clear()
             self._excused.clear()
-
-    @property
-    def sealed(self) -> bool:
-        return self._sealed
 
     @property
     def in_flight(self) -> frozenset[int]:
@@ -132,29 +123,6 @@ class Ledger:
     def losses(self) -> dict[int, float]:
         """Losses of the accumulated microbatches [nats/token]."""
         return dict(self._accumulated)
-
-
-class Accumulation:
-    """Reserves a microbatch in the ledger; commits the microbatch if its gradient was accumulated, else releases it."""
-
-    def __init__(self, ledger: Ledger, index: int, news: News, *, wanted: bool) -> None:
-        """``news``: wakes waits for the end of all accumulation; ``wanted``: whether to accumulate the microbatch at
-        all."""
-        self._ledger, self._index, self._news, self._wanted = ledger, index, news, wanted
-        self.granted = False
-        self.done = False
-        self.loss = math.nan
-
-    def __enter__(self) -> Accumulation:
-        self.granted = self._wanted and self._ledger.begin(self._index)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.granted and self.done:
-            self._ledger.commit(self._index, self.loss)
-        elif self.granted:
-            self._ledger.abort(self._index)
-        self._news.touched()
 
 
 class TooLate(MuletrainError):
@@ -196,7 +164,7 @@ class InFlightStep:
     """The weights may change: nothing more is computed."""
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.lineage, self.step, self.microbatches)
+        self.ledger = Ledger(self.microbatches)
 
     def end(self) -> None:
         """The weights may change: waiting microbatches are not computed any more."""

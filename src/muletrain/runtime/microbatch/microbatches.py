@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from muletrain.errors import ProtocolError
+from muletrain.errors import Malformed, ProtocolError
 from muletrain.runtime.microbatch.dispatcher import Dispatcher
 from muletrain.runtime.microbatch.messages import Room
 from muletrain.runtime.microbatch.position import Survey
@@ -128,27 +128,29 @@ class Microbatches:
     def on_broken(self, peer: PeerId) -> None:
         """A stream with ``peer`` ended."""
         for dispatcher in self._dispatchers:
-            dispatcher.on_broken(peer)
+            dispatcher.debtors.broken(peer)
 
     def on_trainer_done(self, sender: PeerId, message: TrainerDone) -> None:
         """Note microbatches that a trainer reports as through. Raises ProtocolError for an invalid report."""
         work, roster = self._position.computing(message.step), self._ctx.roster
         if work is None or not roster.member(sender).trainer:
             return
-
-        def is_its_own(index: int) -> bool:
-            return claimant_of(self._ctx, message.step, index) == sender
-
-        if not work.complete(message.indices, message.losses, is_its_own):
+        if not work.complete(
+            message.indices, message.losses, lambda i: claimant_of(self._ctx, message.step, i) == sender
+        ):
             raise ProtocolError("trainer_done: microbatches that the step does not have, or not one loss for each")
 
     def expects_gradient(self, sender: PeerId, message: Backward, tensors: list[Encoded]) -> None:
-        """Check a gradient before reading. Raises ProtocolError."""
-        if not tensors:
-            return
-        if self._onwards is None or message.stage != self._ctx.roster.own.stage + 1:
+        """Check a gradient before reading; the gradient may be late. Raises ProtocolError."""
+        if tensors and (self._onwards is None or message.stage != self._ctx.roster.own.stage + 1):
             raise ProtocolError(f"{message.KIND} from stage {message.stage}: no gradient was requested there")
-        self._onwards.expects(sender, message, tensors)
+        plan = self._ctx.plan
+        shape = plan.sequences, plan.sequence_length(message.step), plan.width
+        for gradient in tensors:
+            if (gradient.shape, gradient.codec) != (shape, plan.activations):
+                raise Malformed(
+                    f"a gradient of {gradient.codec} {gradient.shape} that is not {plan.activations} {shape}"
+                )
 
     def on_reply(self, sender: PeerId, message: Backward | Lost | Room, frame: Frame) -> None:
         """Pass answers from stage 0 to the trainer, and answers from the next stage to the stage server. Raises

@@ -18,7 +18,7 @@ from muletrain.runtime.members.row import Row
 from muletrain.runtime.microbatch.inflight import InFlightStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
@@ -175,6 +175,7 @@ class Survey:
         patience_s: Callable[[], float],
         ignored: Callable[[PeerId], bool] = lambda peer: False,
         *,
+        silent: Collection[int] = (),
         given: bool = False,
     ) -> tuple[tuple[int, ...], float | None]:
         """Returns the ``stages`` that still lack microbatch ``index``, and the loss [nats/token] if any peer knows it.
@@ -186,6 +187,9 @@ class Survey:
         must not set ``given``: the trainer would wait for itself.) Ends within ``patience_s`` (at least
         ``PATIENCE_S``) after the awaited peers last accumulated anything, or within ``PATIENCE_S`` if their devices are
         late.
+
+        Once some stage has the microbatch, ``silent`` stages count as well, without a live peer's report: a silent peer
+        may come back with its accumulator, and microbatches missing when the stage seals are run again then.
         """
         if not stages:
             return (), None
@@ -208,6 +212,7 @@ class Survey:
                 break
             await clock.sleep(pause_s(pause, longest_s / PAUSES))
         have = {progress.stage for progress in counted if index in progress.accumulated}
+        have |= {*silent} if have else set()
         losses = (progress.loss(index) for progress in current.values())
         return tuple(s for s in stages if s not in have), next((loss for loss in losses if loss is not None), None)
 

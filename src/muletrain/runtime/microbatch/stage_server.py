@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from muletrain.model.loss import positions_in
 from muletrain.policy.rooms import Turns
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.dispatcher import Unfinite
-from muletrain.runtime.microbatch.inflight import Accumulation, TooLate
+from muletrain.runtime.microbatch.inflight import TooLate
 from muletrain.runtime.microbatch.messages import Backward, Forward, Lost, Room, Why
 from muletrain.wire.codec import decode, encode, sample_codecs
 
@@ -118,7 +118,6 @@ class StageServer:
     async def on_forward(self, sender: PeerId, message: Forward, frame: Frame) -> None:
         """Admit a request, or answer that the queue is full, or that another replica must accumulate the microbatch. A
         microbatch in work is not begun twice; a repeated request gets one answer."""
-        self.expects(sender, message, frame.tensors)
         work = self.position.computing(message.step)
         if work is None:
             return
@@ -288,77 +287,65 @@ class StageServer:
         job.begun = self.ctx.clock.now()
 
     async def _compute_backward(self, job: _Job, answer: Answer, sent: list[Encoded]) -> tuple[float, Encoded | None]:
-        ctx, loss = self.ctx, answer.loss
         assert self._cross_check is not None  # not on the last stage
         gradient, trusted = await self._cross_check.gradient(job.message, sent, answer)
         job.excused |= not trusted
 
-        async def backward(accumulation: Accumulation) -> Result | None:
-            accumulation.loss = loss
-            turn = self._turn(self._backward, job, "backward")
-            return await ctx.compute.backward(job.microbatch, gradient, turn, accumulate=accumulation.granted)
+        async def backward(accumulate: bool) -> tuple[float, Result | None]:
+            turn, compute = self._turn(self._backward, job, "backward"), self.ctx.compute
+            return answer.loss, await compute.backward(job.microbatch, gradient, turn, accumulate=accumulate)
 
-        return loss, await self._encode_gradient(job, await self._accumulated(job, "backward", backward))
+        return await self._accumulated(job, "backward", backward)
 
     async def _last_stage(self, job: _Job, inputs: Tensor, targets: Tensor) -> tuple[float, Encoded | None]:
-        loss = math.nan
+        async def backward(accumulate: bool) -> tuple[float, Result | None]:
+            turn, compute = self._turn(self._forward, job, "forward", "backward"), self.ctx.compute
+            return await compute.loss_backward(job.microbatch, inputs, targets, turn, accumulate=accumulate)
 
-        async def backward(accumulation: Accumulation) -> Result | None:
-            nonlocal loss
-            turn = self._turn(self._forward, job, "forward", "backward")
-            loss, gradient = await self.ctx.compute.loss_backward(
-                job.microbatch, inputs, targets, turn, accumulate=accumulation.granted
-            )
-            accumulation.loss = loss
-            return gradient
-
-        gradient = await self._accumulated(job, "forward and backward", backward)
-        return loss, await self._encode_gradient(job, gradient)
+        return await self._accumulated(job, "forward and backward", backward)
 
     async def _accumulated(
-        self, job: _Job, what: str, backward: Callable[[Accumulation], Awaitable[Result | None]]
-    ) -> Result | None:
-        """Run ``backward``. If this peer has stood still, other peers may have computed the microbatch again; even so
-        the microbatch is accumulated only once."""
-        ctx, message = self.ctx, job.message
+        self, job: _Job, what: str, backward: Callable[[bool], Awaitable[tuple[float, Result | None]]]
+    ) -> tuple[float, Encoded | None]:
+        """Run ``backward``, which is told whether to accumulate the microbatch. Returns the loss, and the gradient if the
+        sender needs one. If this peer has stood still, other peers may have computed the microbatch again; even so the
+        microbatch is accumulated only once. Ends within ``watchdog.hung_s``."""
+        ctx, message, work = self.ctx, job.message, job.work
         while True:
             if job.absences != ctx.meter.absences:
                 job.absences = ctx.meter.absences
-                job.elsewhere = message.wanted and await self.elsewhere(job.work, message.index)
-            job.work.check()
-            wanted = message.wanted and not job.elsewhere
-            with (
-                suppress(TooLate),  # of a step that is over, the next check raises it again
-                Accumulation(job.work.ledger, message.index, ctx.news, wanted=wanted) as accumulation,
-            ):
-                gradient = await backward(accumulation)
-                self._count(job, accumulation)
-                ctx.worked("compute", what, job.begun, message.step, message.index)
-                return gradient
+                job.elsewhere = message.wanted and await self.elsewhere(work, message.index)
+            work.check()
+            granted = message.wanted and not job.elsewhere and work.ledger.begin(message.index)
+            try:
+                loss, gradient = await backward(granted)
+                if granted:
+                    work.ledger.commit(message.index, loss)
+                if granted and job.excused:
+                    work.ledger.excuse(message.index)
+                break
+            except TooLate:  # of a step that is over, the next check raises it again
+                continue
+            finally:
+                if granted:
+                    work.ledger.abort(message.index)
+                ctx.news.touched()
+        took = self._took_s(job)
+        job.busy_s += took
+        ctx.meter.stats.backward_s += took
+        ctx.meter.pulse.beat(ctx.clock.now())
+        ctx.worked("compute", what, job.begun, message.step, message.index)
+        if not job.heldout:  # otherwise a forward alone
+            ctx.meter.stats.services.append(job.computed_s + took)
+            work.accumulated += granted
+            work.recomputed += not granted
+        if gradient is None or not message.gradient:
+            return loss, None
+        return loss, await ctx.compute.offload(encode, await gradient, ctx.plan.activations)
 
     def _took_s(self, job: _Job) -> float:
         """Seconds for which the job has kept this peer busy in its turn."""
         return self.ctx.compute.busy_s(job.microbatch, self.ctx.clock.now() - job.begun)
-
-    def _count(self, job: _Job, accumulation: Accumulation) -> None:
-        took = self._took_s(job)
-        accumulation.done = True
-        if accumulation.granted and job.excused:
-            job.work.ledger.excuse(job.message.index)
-        job.busy_s += took
-        self.ctx.meter.stats.backward_s += took
-        self.ctx.meter.pulse.beat(self.ctx.clock.now())
-        if job.heldout:  # a forward alone
-            return
-        self.ctx.meter.stats.services.append(job.computed_s + took)
-        job.work.accumulated += accumulation.granted
-        job.work.recomputed += not accumulation.granted
-
-    async def _encode_gradient(self, job: _Job, gradient: Result | None) -> Encoded | None:
-        """Ends within ``watchdog.hung_s``."""
-        if gradient is None or not job.message.gradient:
-            return None
-        return await self.ctx.compute.offload(encode, await gradient, self.ctx.plan.activations)
 
     async def _answer(self, job: _Job, loss: float, gradient: Encoded | None) -> None:
         if job.message.wanted:

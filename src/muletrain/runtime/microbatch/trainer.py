@@ -37,6 +37,9 @@ MOST_AGAIN = 3
 """Checks of a microbatch in one repair: repeated requests may be lies, and our report that all microbatches are through
 waits for repairs."""
 
+MOST_ASKED = 4
+"""Most peers of a stage to probe for their absence: a partition may take hundreds at once."""
+
 R = TypeVar("R")
 
 
@@ -75,6 +78,10 @@ class Trainer:
         """Microbatches that we have not given out yet may have passed to other trainers likewise."""
         self._absences = ctx.meter.absences
         """Times that other peers may have believed us dead, before this step."""
+        self._down_before = self._down()
+        """Peers down before this step, which hold no microbatches of the step."""
+        self._silent: set[int] = set()
+        """Stages with a peer that was silent, but may come back, when we took microbatches over."""
         self._lacking: defaultdict[int, set[int]] = defaultdict(set)
         """By microbatch: the stages that lack it since its rerun began, or that may have lost it in flight. One rerun is
         for all of them. A stage of the present rerun may ask again: a replica may have dropped the microbatch since our
@@ -112,6 +119,8 @@ class Trainer:
     async def take_over_orphans(self, *, late: bool = False) -> None:
         """See through the microbatches that fell to us when their trainer died. ``late``: all should be through by now;
         if no peer is at work, microbatches of live trainers pass on, too."""
+        if self._claims(self._work.missing(), 0):
+            self._silent = await self._silent_stages()
         await self._run(self._work.missing(), retry=True)
         if not late or not all(self._begun.values()):  # if our own are late, the stages are slow, not the trainers
             return
@@ -260,11 +269,23 @@ class Trainer:
     ) -> tuple[tuple[int, ...], float | None]:
         """See ``Survey.still_missing``. ``passed_on``: another trainer may have given the microbatch out, and may see
         it through."""
-        trips = self._dispatcher.trips
+        trips, silent = self._dispatcher.trips, self._silent if passed_on else ()
         patience_s = trips.long_s if passed_on else trips.usual_s
         return await self._survey.still_missing(
-            self._lineage, self._step, index, stages, patience_s, self._ignored, given=passed_on
+            self._lineage, self._step, index, stages, patience_s, self._ignored, silent=silent, given=passed_on
         )
+
+    def _down(self) -> set[PeerId]:
+        return {p for p in self._ctx.roster.everyone() if not self._ctx.roster.is_alive(p)}
+
+    async def _silent_stages(self) -> set[int]:
+        """The stages with a peer that went down in this step, and may come back."""
+        roster, detector, down = self._ctx.roster, self._ctx.detector, defaultdict[int, list[str]](list)
+        for peer in sorted(self._down() - self._down_before):
+            down[roster.member(peer).stage].append(peer)
+        stages = {p: stage for stage, peers in down.items() for p in peers[:MOST_ASKED]}
+        gone = await asyncio.gather(*(detector.is_gone(p, self._lineage, self._step) for p in stages))
+        return {stage for stage, never in zip(stages.values(), gone, strict=True) if not never}
 
     def _left_out(self, stages: tuple[int, ...]) -> tuple[PeerId, ...]:
         """Returns peers of ``stages`` that should compute a microbatch only if no other peer can."""

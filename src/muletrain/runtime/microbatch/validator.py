@@ -26,8 +26,6 @@ from muletrain.runtime.microbatch.messages import Attempt
 from muletrain.wire.codec import encode_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy.typing as npt
 
     from muletrain.network.base import PeerId
@@ -117,7 +115,12 @@ class Validator:
         ``STALL * PATIENCE_S`` without a microbatch, or ``CEILING_S``."""
         clock, indices = self._ctx.clock, iter(range(len(source)))
         begun_s = clock.now()
-        running = {asyncio.create_task(self._work_off(indices, source)) for _ in range(self._window)}
+
+        async def work_off() -> None:
+            for k in indices:
+                self._sums.append(await self._through(k, source))
+
+        running = {asyncio.create_task(work_off()) for _ in range(self._window)}
         tasks, through = [*running], 0
         try:
             while running:
@@ -134,10 +137,6 @@ class Validator:
             for task in tasks:  # one failure ends all tasks
                 task.cancel()
         return math.fsum(self._sums) / source.targets
-
-    async def _work_off(self, indices: Iterator[int], source: Heldout) -> None:
-        for k in indices:
-            self._sums.append(await self._through(k, source))
 
     def _left_out(self, reason: str) -> None:
         self._ctx.emit(ValidationLeftOut(step=self._ctx.plan.updates(self._work.step), reason=reason))

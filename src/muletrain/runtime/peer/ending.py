@@ -50,21 +50,8 @@ class Ending:
         await self._checkpointing.parts.tidy(over=written)
         # every peer passes the news on: the writer may not reach all peers, and does not try again
         everyone, replicas = ctx.roster.everyone(), ctx.roster.replicas()
-        late = await asyncio.gather(*(self._dismiss(peer, written) for peer in everyone))
-        waits = (
-            self._wait_for(p, written) for p, is_late in zip(everyone, late, strict=True) if is_late and p in replicas
-        )
-        await asyncio.gather(*waits)
+        await asyncio.gather(*(self._dismiss(p, written, stays=p in replicas) for p in everyone))
         return written
-
-    async def _wait_for(self, replica: PeerId, written: bool) -> None:
-        """Stay until ``replica``, which missed the last step, has taken the step's gradient or the state from us. Ends
-        within ``GONE_S``."""
-        until = self._ctx.clock.now() + GONE_S
-        for tries in itertools.count():
-            if self._ctx.clock.now() > until or not await self._dismiss(replica, written):
-                return
-            await self._ctx.clock.sleep(pause_s(tries))
 
     async def _hear_of_end(self, key: Key) -> None:
         written = await self._checkpointing.ended(key)
@@ -80,15 +67,21 @@ class Ending:
             if parts.wants(key) and (state := await parts.copy(key)) is not None:
                 await parts.write(key, state)
 
-    async def _dismiss(self, peer: PeerId, written: bool) -> bool:
-        """Dismiss ``peer``. This is a call, since we go next and a frame could still be in flight. Returns True if
-        ``peer`` has not applied the last step."""
-        timeout_s = self._ctx.detector.deadline.seconds(1)
-        try:
-            finished = Finished(written=written).pack()
-            return await self._ctx.net.call(peer, Finished.KIND, finished, timeout_s=timeout_s) == LATE
-        except NetworkError:  # the peer is gone, or another peer passes the news on
-            return False
+    async def _dismiss(self, peer: PeerId, written: bool, *, stays: bool) -> None:
+        """Dismiss ``peer``. This is a call, since we go next and a frame could still be in flight. ``stays``: stay until
+        ``peer`` has taken the last step's gradient or state from us, if ``peer`` missed that step. Ends within
+        ``GONE_S``."""
+        ctx, finished = self._ctx, Finished(written=written).pack()
+        until = ctx.clock.now() + GONE_S
+        for tries in itertools.count():
+            timeout_s = ctx.detector.deadline.seconds(1)
+            try:
+                late = await ctx.net.call(peer, Finished.KIND, finished, timeout_s=timeout_s) == LATE
+            except NetworkError:  # the peer is gone, or another peer passes the news on
+                late = False
+            if not (late and stays) or ctx.clock.now() > until:
+                return
+            await ctx.clock.sleep(pause_s(tries))
 
     async def _answer_finished(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises ProtocolError for a peer that is not in the run."""

@@ -40,14 +40,11 @@ class Service:
             if peer.begins_anew:
                 back = self._step_back(peer)
             elif peer.left and peer.destination is not None:
-                self._move(peer, peer.destination)
+                own = peer.roster.own
+                peer.emit(PeerMoved(name=own.name, stage=own.stage, target=peer.destination))
+                peer.roster.moved(own.id, peer.destination)
             else:
                 return written
-
-    def _move(self, peer: Peer, stage: int) -> None:
-        own = peer.roster.own
-        peer.emit(PeerMoved(name=own.name, stage=own.stage, target=stage))
-        peer.roster.move(stage)
 
     def _step_back(self, peer: Peer) -> StepBack | None:
         """Returns the rollback to begin anew with; None: begin with a replica's state."""
@@ -61,8 +58,5 @@ class Service:
             )
         )
         for mover, stage in back.moves:
-            if mover == roster.own.id:
-                roster.move(stage)
-            else:
-                roster.moved(mover, stage)
+            roster.moved(mover, stage)
         return back
