@@ -180,15 +180,7 @@ class BaseStore:
             need = size - (own.stat().st_size if own.exists() else 0)
             check_room(str(self.cache), need, "give the model's folder (join --model), or set XDG_CACHE_HOME")
 
-        def enough() -> bool:
-            try:
-                check()
-            except CapacityError:
-                return False
-            return True
-
-        make_room((p for p in self.cache.glob("*.base") if p not in used), enough)
-        check()
+        make_room((p for p in self.cache.glob("*.base") if p not in used), check)
 
 
 @dataclass

@@ -131,12 +131,11 @@ class Store:
         """Delete the oldest files that no process uses. Raises CapacityError."""
         others = [p for p in self.folder.glob("*.tokens") if p != own]
 
-        def enough() -> bool:
-            return size + sum(p.stat().st_size for p in others if p.exists()) <= self.limit
+        def check() -> None:
+            if size + sum(p.stat().st_size for p in others if p.exists()) > self.limit:
+                raise CapacityError(f"{self.folder}: it is full of tokens of other running runs; raise --tokens")
 
-        make_room(others, enough)
-        if not enough():
-            raise CapacityError(f"{self.folder}: it is full of tokens of other running runs; raise --tokens")
+        make_room(others, check)
 
 
 @dataclass
@@ -278,15 +277,17 @@ def open_file(path: Path, size: int) -> int | None:
     return file
 
 
-def make_room(files: Iterable[Path], enough: Callable[[], bool]) -> None:
-    """Delete the oldest of ``files`` that no process uses, and their manifests, until there is ``enough`` room."""
+def make_room(files: Iterable[Path], check: Callable[[], None]) -> None:
+    """Delete the oldest of ``files`` that no process uses, and their manifests, until ``check`` finds enough room. Raises
+    its CapacityError."""
     for path in sorted(files, key=age):
-        if enough():
-            return
+        with suppress(CapacityError):
+            return check()
         with suppress(FileNotFoundError), path.open("rb") as file:
             if lock(file.fileno()) is Lock.HELD:
                 path.unlink()
                 path.with_suffix(".manifest").unlink(missing_ok=True)
+    check()
 
 
 def age(path: Path) -> float:
