@@ -381,9 +381,14 @@ def test_parts_that_are_being_written_make_no_room(tmp_path: Path) -> None:
     written, old = tmp_path / "1.base", tmp_path / "2.base"
     for path in (written, old):
         path.touch()
+
+    def full() -> None:
+        raise CapacityError("full")
+
     with written.open("rb") as file:
         lock(file.fileno())
-        make_room([written, old, tmp_path / "gone.base"], lambda: False)
+        with pytest.raises(CapacityError, match="full"):
+            make_room([written, old, tmp_path / "gone.base"], full)
     assert written.exists()
     assert not old.exists()
 

@@ -17,15 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from muletrain.cli.actions.opening import Wanted, _newest_checkpoint, opened, prepare
-from muletrain.cli.show.console import make_console
+from muletrain.cli.actions.opening import Wanted, opened, placed, prepare
 from muletrain.config.load import load_config
 from muletrain.config.schema import Precision
 from muletrain.config.trusted import trust
 from muletrain.errors import CheckpointError, MuletrainError
 from muletrain.model.finite import NAMES, unfit
 from muletrain.runs.assemble import RunFacts, build_compute, resolve_start
-from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.checkpoint import Checkpoint, newest_checkpoint
 from muletrain.runs.parts import write_first_checkpoint
 from tests.test_assemble import MACHINE
 from tests.traced_models import write_folder, write_text
@@ -155,7 +154,7 @@ def change(folder: Path, edit: Any) -> None:
 
 def newest(run: Path, config: RunConfig) -> Path:
     """The folder of the checkpoint from which a resumed run goes on."""
-    found = _newest_checkpoint(run, config, make_console(sys.stderr))
+    found = newest_checkpoint(run, placed(config, run).checkpoint.place, print)
     assert found is not None
     return found.folder
 
@@ -175,7 +174,7 @@ def test_a_resumed_run_passes_over_a_checkpoint_that_is_not_finite(
     assert newest(run, config) == newer
     change(newer, broken)
     assert newest(run, config) == older
-    said = "".join(capsys.readouterr().err.split("\n"))
+    said = "".join(capsys.readouterr().out.split("\n"))
     assert f"{kind}/{NAME}: 1 of 2,048 values are NaN or infinite; use another checkpoint of the run" in said
     change(older, broken)
     with pytest.raises(MuletrainError, match="none of its checkpoints can be used"):

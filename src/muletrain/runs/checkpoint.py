@@ -80,6 +80,19 @@ def bring_newest_home(place: str, folder: Path) -> None:
             return
 
 
+def newest_checkpoint(folder: Path, place: str | None, say: Callable[[str], None]) -> Checkpoint | None:
+    """The newest intact checkpoint of the run in ``folder``, also if only the shared ``place`` has it; None: there is none.
+    Raises MuletrainError if there are only damaged ones."""
+    if place is not None:
+        bring_newest_home(place, folder)
+    checkpoint = Checkpoint.newest_intact(folder, say)
+    if checkpoint is None and any((folder / "checkpoints").glob("step-*")):
+        raise MuletrainError(f"{folder}: none of its checkpoints can be used (see above); start a new run")
+    if checkpoint is None:
+        say(f"{folder} has no complete checkpoint: the run starts over")
+    return checkpoint
+
+
 def _is_intact(folder: Path) -> bool:
     try:
         Checkpoint.intact(folder)

@@ -33,8 +33,6 @@ from muletrain.units import plural
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from rich.console import Console
-
     from muletrain.config.locate import Origins
     from muletrain.config.peer_sections import FleetConfig
     from muletrain.config.schema import RunConfig
@@ -206,11 +204,15 @@ def ready(
     may add some. Raises MuletrainError."""
     from muletrain.runs.again import last_step
     from muletrain.runs.assemble import RunFacts
+    from muletrain.runs.checkpoint import newest_checkpoint
     from muletrain.runs.parts import fitting
     from muletrain.runs.resuming import continued
 
     console = make_console(sys.stderr)
-    checkpoint = _newest_checkpoint(folder, given, console) if wanted.resume is not None else None
+    checkpoint = None
+    if wanted.resume is not None:
+        place = placed(given, folder).checkpoint.place
+        checkpoint = newest_checkpoint(folder, place, functools.partial(console.print, soft_wrap=True))
     if checkpoint is None:
         if wanted.resume is not None:
             given = _with(given, "train", data_offset=0)
@@ -245,21 +247,6 @@ def _again(first: int, last: int) -> str:
     if first == last:
         return f"step {first} is computed again"
     return f"steps {first} to {last} are computed again ({last - first + 1} steps)"
-
-
-def _newest_checkpoint(folder: Path, config: RunConfig, console: Console) -> Checkpoint | None:
-    """The newest intact checkpoint of the run in ``folder``; None: there is none. Raises MuletrainError if there are
-    only damaged ones."""
-    from muletrain.runs.checkpoint import Checkpoint, bring_newest_home
-
-    if (place := placed(config, folder).checkpoint.place) is not None:
-        bring_newest_home(place, folder)
-    checkpoint = Checkpoint.newest_intact(folder, lambda text: console.print(text, soft_wrap=True))
-    if checkpoint is None and any((folder / "checkpoints").glob("step-*")):
-        raise MuletrainError(f"{folder}: none of its checkpoints can be used (see above); start a new run")
-    if checkpoint is None:
-        console.print(f"{folder} has no complete checkpoint: the run starts over", soft_wrap=True)
-    return checkpoint
 
 
 def _by_checkpoint(config: RunConfig, checkpoint: Checkpoint, folder: Path) -> RunConfig:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -240,7 +240,7 @@ class PartialDownload:
         return memoryview(self.data)[begin:end]
 
     async def keep(self, block: int, content: memoryview) -> None:
-        """Keep a verified block; ``content``: its ``room``. Raises NetworkError if that fails."""
+        """Keep a verified block; ``content``: its ``room``. Raises NetworkError if that fails, and OSError of a disk."""
         self.missing.discard(block)
 
     def state(self) -> dict[str, Tensor]:
@@ -280,8 +280,8 @@ class Blocks:
         self._turns: dict[tuple[str, PeerId], float] = {}
         """When each taker last asked for blocks of a room's copies. A turn lasts ``AGAIN_S`` after that, and while
         blocks are being sent."""
-        self._runs: Counter[tuple[str, PeerId, bytes]] = Counter()
-        """Runs of blocks being sent, by room, taker and copy."""
+        self._runs: list[tuple[str, PeerId, bytes]] = []
+        """Room, taker and copy of each run of blocks being sent."""
         self._sending: set[tuple[PeerId, bytes, int]] = set()
         """Blocks that are being sent, by taker and copy. A block that is requested again is not sent twice."""
         self._drawn: Recent[int] = Recent()
@@ -337,15 +337,14 @@ class Blocks:
         if (room, sender) not in self._turns and sum(r == room for r, _ in self._turns) >= self._readers[room][1]:
             raise MuletrainError(BUSY)
         self._turns[room, sender] = now
-        own = sum(n for (_, taker, _), n in self._runs.items() if taker == sender)
-        if own >= MAX_RUNS or self._runs.total() >= ALL_RUNS:
+        if [taker for _, taker, _ in self._runs].count(sender) >= MAX_RUNS or len(self._runs) >= ALL_RUNS:
             raise MuletrainError("this donor has enough to send")
         drawn = f"{sender} {copy.digest.hex()}"
         if self._drawn.get(drawn, 0) + len(blocks) > TIMES * max(RUN, count):
             raise MuletrainError(f"this donor has sent that copy to this peer {TIMES} times")
         self._drawn[drawn] = self._drawn.get(drawn, 0) + len(blocks)
         run = room, sender, copy.digest
-        self._runs[run] += 1
+        self._runs.append(run)
         self._sending |= {(sender, copy.digest, k) for k in blocks}
         self._tasks.spawn(self._give(copy, run, blocks), "blocks")
         return b""
@@ -363,8 +362,7 @@ class Blocks:
             pass
         finally:
             self._sending -= {(taker, digest, k) for k in left}
-            self._runs[run] -= 1
-            self._runs += Counter()  # drops the runs that have ended
+            self._runs.remove(run)
 
     # The taker --------------------------------------------------------------------------------------------------------
 
@@ -460,15 +458,16 @@ class Downloader:
         return sorted(found.items(), key=lambda item: -len(item[1]))
 
     async def fetch(self, partial: PartialDownload, donors: list[PeerId]) -> None:
-        """Download until nothing of ``partial`` is missing. Raises PeerUnreachable when every donor failed; arrived
-        blocks stay in ``partial``."""
+        """Download until nothing of ``partial`` is missing. Raises PeerUnreachable when every donor failed, and OSError of
+        ``PartialDownload.keep``; arrived blocks stay in ``partial``."""
         queue = deque(sorted(partial.missing))
         good = list(donors)
         most = max(1, RUN * BLOCK // partial.manifest.block)  # large blocks come one by one
         reason = "no donor has them"
+        failed: OSError | None = None
 
         async def lane(donor: PeerId) -> None:
-            nonlocal reason
+            nonlocal reason, failed
             while queue and donor in good:
                 share = -(-len(queue) // (LANES * len(good)))  # every donor sends a part of a small copy, too
                 run = [queue.popleft() for _ in range(min(RUN, most, share))]
@@ -481,11 +480,16 @@ class Downloader:
                     if isinstance(e, ProtocolError):
                         partial.wrong.add(donor)
                         self.refused(donor, str(e))
+                except OSError as e:  # no other donor helps
+                    failed = e
+                    good.clear()
                 finally:
                     queue.extend(k for k in run if k in partial.missing)
 
         while partial.missing and good:
             await asyncio.gather(*(lane(donor) for donor in list(good) for _ in range(LANES)))
+        if failed is not None:
+            raise failed
         self._breaks = self._breaks + 1 if partial.missing else 0
         if partial.missing:
             raise PeerUnreachable(

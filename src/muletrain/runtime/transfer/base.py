@@ -23,7 +23,7 @@ from muletrain.policy.deadline import CEILING_S, Deadline
 from muletrain.runtime.core.blocks import BUSY, DTYPES, Downloader, Manifest, StateImage
 from muletrain.runtime.core.disk import Disk, check_room
 from muletrain.runtime.core.times import GONE_S, pause_s
-from muletrain.runtime.transfer.tokens import FileCopy, FilePartial, age, make_room
+from muletrain.runtime.transfer.tokens import FileCopy, FilePartial, age, make_room, open_file
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -164,22 +164,12 @@ class BaseStore:
         return self.cache / f"{self.digests[part].hex()[:32]}.base"
 
     def open(self, part: int, manifest: Manifest) -> int | None:
-        """Open the file of a part that is to come, with all blocks that arrived before. The file is locked until closed;
-        None while another process has it. Raises OSError; CapacityError where there is no room."""
+        """Open the file of a part that is to come (``open_file``). Raises OSError; CapacityError where there is no room."""
         path = self.file(part)
         self.cache.mkdir(parents=True, exist_ok=True)
         self._make_room(path, manifest.size)
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            if lock(file) is Lock.TAKEN:
-                os.close(file)
-                return None
-            os.ftruncate(file, min(os.fstat(file).st_size, manifest.size))
-            self.manifest(part).write_bytes(manifest.pack())
-        except OSError:
-            os.close(file)
-            raise
-        return file
+        self.manifest(part).write_bytes(manifest.pack())
+        return open_file(path, manifest.size)
 
     def _make_room(self, own: Path, size: int) -> None:
         """Delete the oldest parts of other bases, but for those being written, if the disk has no room otherwise. Raises
@@ -190,15 +180,7 @@ class BaseStore:
             need = size - (own.stat().st_size if own.exists() else 0)
             check_room(str(self.cache), need, "give the model's folder (join --model), or set XDG_CACHE_HOME")
 
-        def enough() -> bool:
-            try:
-                check()
-            except CapacityError:
-                return False
-            return True
-
-        make_room((p for p in self.cache.glob("*.base") if p not in used), enough)
-        check()
+        make_room((p for p in self.cache.glob("*.base") if p not in used), check)
 
 
 @dataclass
@@ -292,8 +274,6 @@ class BaseExchange:
                     try:
                         return await self._downloader.fetch(partial, [p for p in everyone if p not in partial.wrong])
                     except PeerUnreachable as e:
-                        if partial.problem is not None:
-                            raise partial.problem from None
                         if BUSY in e.why:
                             self._comes(0)
                     tries = 0 if len(partial.missing) < before else tries

@@ -9,7 +9,6 @@ within its own bound.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from contextlib import suppress
@@ -76,11 +75,10 @@ class FileCopy(StateImage):
 
 @dataclass
 class FilePartial(PartialDownload):
-    """The blocks that arrived, in a file. ``problem``: why blocks cannot be written."""
+    """The blocks that arrived, in a file."""
 
     file: int
     disk: Disk
-    problem: OSError | None = None
 
     @classmethod
     async def resumed(cls, digest: bytes, manifest: Manifest, file: int, disk: Disk) -> Self:
@@ -100,11 +98,7 @@ class FilePartial(PartialDownload):
         return memoryview(bytearray(end - begin))
 
     async def keep(self, block: int, content: memoryview) -> None:
-        try:
-            await self.disk.call(os.pwrite, self.file, content, self.manifest.span(block)[0])
-        except OSError as e:
-            self.problem = e
-            raise PeerUnreachable(f"what came cannot be written: {e.strerror}") from None
+        await self.disk.call(os.pwrite, self.file, content, self.manifest.span(block)[0])
         await super().keep(block, content)
 
 
@@ -116,8 +110,7 @@ class Store:
     limit: int
 
     def open(self, shared: Shared) -> int | None:
-        """Open the file of ``shared`` tokens, with all blocks that arrived before. The file is locked until closed;
-        None while another process has it. Raises OSError; CapacityError where there is no room."""
+        """Open the file of ``shared`` tokens (``open_file``). Raises OSError; CapacityError where there is no room."""
         if shared.size > self.limit:
             raise CapacityError(
                 f"the tokens need {format_memory(shared.size)}, but only {format_memory(self.limit)} may be used (join --tokens GIB)"
@@ -128,15 +121,7 @@ class Store:
         check_room(
             str(self.folder), shared.size - (path.stat().st_size if path.exists() else 0), "join with --tokens 0"
         )
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        if (found := lock(file)) is Lock.HELD:
-            os.ftruncate(file, min(os.fstat(file).st_size, shared.size))
-            os.utime(file)
-            return file
-        os.close(file)
-        if found is Lock.NONE:
-            raise OSError(errno.ENOLCK, "the file system has no locks; set XDG_CACHE_HOME to another folder", str(path))
-        return None
+        return open_file(path, shared.size)
 
     def path(self, shared: Shared) -> Path:
         """The file of ``shared`` tokens."""
@@ -146,12 +131,11 @@ class Store:
         """Delete the oldest files that no process uses. Raises CapacityError."""
         others = [p for p in self.folder.glob("*.tokens") if p != own]
 
-        def enough() -> bool:
-            return size + sum(p.stat().st_size for p in others if p.exists()) <= self.limit
+        def check() -> None:
+            if size + sum(p.stat().st_size for p in others if p.exists()) > self.limit:
+                raise CapacityError(f"{self.folder}: it is full of tokens of other running runs; raise --tokens")
 
-        make_room(others, enough)
-        if not enough():
-            raise CapacityError(f"{self.folder}: it is full of tokens of other running runs; raise --tokens")
+        make_room(others, check)
 
 
 @dataclass
@@ -249,13 +233,7 @@ class Sharing:
             except ProtocolError as e:  # no other giver has a different manifest
                 raise DataError(f"the welcome names tokens that cannot be: {e}") from None
             self._partial = await FilePartial.resumed(self.shared.digest, manifest, file, self.disk)
-        try:
-            await taker.fetch(self._partial, givers)
-        except PeerUnreachable:
-            problem, self._partial.problem = self._partial.problem, None
-            if problem is not None:
-                raise problem from None
-            raise
+        await taker.fetch(self._partial, givers)
 
     def _check(self, manifest: Manifest) -> None:
         """Raises ProtocolError for a manifest that cannot be the tokens'."""
@@ -287,15 +265,29 @@ class Sharing:
         return tokens
 
 
-def make_room(files: Iterable[Path], enough: Callable[[], bool]) -> None:
-    """Delete the oldest of ``files`` that no process uses, and their manifests, until there is ``enough`` room."""
+def open_file(path: Path, size: int) -> int | None:
+    """Open the file of a copy of ``size`` bytes that is to come, with all blocks that arrived before. The file is locked
+    until closed; None while another process has it. Raises OSError."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    if lock(file) is Lock.TAKEN:
+        os.close(file)
+        return None
+    os.ftruncate(file, min(os.fstat(file).st_size, size))
+    os.utime(file)
+    return file
+
+
+def make_room(files: Iterable[Path], check: Callable[[], None]) -> None:
+    """Delete the oldest of ``files`` that no process uses, and their manifests, until ``check`` finds enough room. Raises
+    its CapacityError."""
     for path in sorted(files, key=age):
-        if enough():
-            return
+        with suppress(CapacityError):
+            return check()
         with suppress(FileNotFoundError), path.open("rb") as file:
             if lock(file.fileno()) is Lock.HELD:
                 path.unlink()
                 path.with_suffix(".manifest").unlink(missing_ok=True)
+    check()
 
 
 def age(path: Path) -> float:
