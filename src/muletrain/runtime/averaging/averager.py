@@ -99,14 +99,6 @@ class _Inbox:
         self.nbytes[key[2]] -= chunk[1].nbytes + KEPT_BYTES
         return chunk
 
-    def owing(self) -> dict[PeerId, int]:
-        """See ``Averager.owing``."""
-        found: dict[PeerId, int] = {}
-        for (_, kind, sender, _), waiter in self.waiting.items():
-            if not waiter.done():
-                found[sender] = max(found.get(sender, 0), 2 if kind == Shard.KIND else 1)
-        return found
-
     def get(self, key: _Key) -> asyncio.Future[_Chunk]:
         """Returns a future that is done once the chunk has arrived."""
         future: asyncio.Future[_Chunk] = asyncio.get_running_loop().create_future()
@@ -169,7 +161,11 @@ class Averager:
     def owing(self) -> dict[PeerId, int]:
         """Members whose chunks we wait for. 2: a chunk of the member's accumulator, so the member causes the delay. 1:
         a reduced chunk, which depends on other members' chunks."""
-        return self._inbox.owing()
+        found: dict[PeerId, int] = {}
+        for (_, kind, sender, _), waiter in self._inbox.waiting.items():
+            if not waiter.done():
+                found[sender] = max(found.get(sender, 0), 2 if kind == Shard.KIND else 1)
+        return found
 
     def taking(self) -> set[PeerId]:
         """Members to which chunks are being sent."""

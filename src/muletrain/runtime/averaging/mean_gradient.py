@@ -54,6 +54,8 @@ class MeanGradient:
     _packed: dict[bool, asyncio.Task[StateImage]] = field(default_factory=dict)
     """Copies for sending, one tensor per piece, made on first request: the whole gradient (False), and the pieces with
     tied parameters (True)."""
+    _freed: bool = False
+    """Only the copy of the whole gradient is left."""
 
     @property
     def step(self) -> int:
@@ -62,7 +64,7 @@ class MeanGradient:
     @property
     def nbytes(self) -> int:
         """Bytes of the values, or of the copy if only that is left."""
-        return self.values.nbytes if len(self.values) else self._packed[False].result().size
+        return self._packed[False].result().size if self._freed else self.values.nbytes
 
     @cached_property
     def for_record(self) -> StageEntry:
@@ -74,7 +76,7 @@ class MeanGradient:
         round_, made = self.entry.round, self._packed.get(tied)
         if made is not None and made.done() and name == made.result().digest:
             return True
-        return name == (tied_name(round_) if tied else round_) and (made is not None or len(self.values) > 0)
+        return name == (tied_name(round_) if tied else round_) and (made is not None or not self._freed)
 
     async def image(self, ctx: Context, *, tied: bool = False) -> StateImage:
         """Return one of ``_packed``. Ends within the time of this peer's own work."""
@@ -83,9 +85,12 @@ class MeanGradient:
         return await asyncio.shield(self._packed[tied])
 
     async def pack(self, ctx: Context) -> None:
-        """Keep only the copy of the whole gradient, for sending in the background."""
+        """Keep only the copy of the whole gradient, for sending in the background. Ends within the time of this peer's own
+        work."""
         image = await self.image(ctx)
-        image.channel, self.values = Channel.BULK, self.values.new_empty(0)
+        while making := [task for task in self._packed.values() if not task.done()]:  # of the tied part
+            await asyncio.wait(making)
+        image.channel, self.values, self._freed = Channel.BULK, self.values.new_empty(0), True
 
     async def _pack(self, ctx: Context, *, tied: bool) -> StateImage:
         pieces = dict[str, Tensor]()

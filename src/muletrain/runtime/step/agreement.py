@@ -185,6 +185,7 @@ class RoundAgreement:
 
         async def ask() -> None:
             nonlocal since, most
+            await self._exchange.ask_everyone()  # peers that are down here may be back
             rows = await self._exchange.ask_replicas()
             progress = sum(len(row.accumulated) + (row.moved if row.round else 0) for row in rows)  # chunks of a round
             if progress > most:

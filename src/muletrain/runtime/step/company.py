@@ -46,9 +46,9 @@ class Company:
         """Replicas whose weights differ from most."""
 
     def members(self) -> tuple[PeerId, ...]:
-        """The members that a round of ours would have now, ourselves included. We count on replicas that stand
-        aside, which then come back: if we left them out, each replica would name the members seen at that moment, and
-        many replicas would never name the same members."""
+        """The members that a round of ours would have now, ourselves included. We count on replicas that stand aside,
+        which then come back: if we left them out, each replica would name the members seen at that moment, and many
+        replicas would never name the same members."""
         stage, committed = self._ctx.roster.stage(self._ctx.roster.own.stage), self._state.committed()
         able = [m for m in stage if m not in committed and self.may_average_with(m)]
         return counted_on(self._ctx.net.peer_id, able, self._known_views())

@@ -283,11 +283,11 @@ class Exchange:
     def _leave_out(self, peer: PeerId, row: Row) -> None:
         """Mark ``peer`` down after a long time at an earlier step. Its device may be at a microbatch that another peer
         has done since, and applies the step after that."""
-        now, observed = self._ctx.clock.now(), self._lessons
-        busy_s = 0.0 if peer in observed.left_out else self._ctx.compute.jobs.longest_s()
-        if now - self._late.setdefault(peer, now) >= max(observed.late.seconds(), busy_s):
+        now, lessons = self._ctx.clock.now(), self._lessons
+        busy_s = 0.0 if peer in lessons.left_out else self._ctx.compute.jobs.longest_s()
+        if now - self._late.setdefault(peer, now) >= max(lessons.late.seconds(), busy_s):
             self._late[peer] = now  # else every answer would mark the peer down again
-            observed.left_out[peer] = None
+            lessons.left_out[peer] = None
             self._ctx.detector.mark_down(peer, f"it is still at step {row.step}", reached=True)
 
     async def ask_everyone(self) -> list[Row]:

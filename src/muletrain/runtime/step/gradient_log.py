@@ -30,9 +30,6 @@ MAX_STEPS = 512
 class _Past:
     """An applied step."""
 
-    step: int
-    lineage: bytes
-    """The lineage that the step's frames carried."""
     record: StepRecord
     gradient: MeanGradient
     """Of our stage's round in the record; once the step is not the last step any more, only the copy for sending."""
@@ -62,24 +59,24 @@ class GradientLog:
         if self._ctx.plan.alone:
             return
         past = self._past
-        if past and past[-1].step + 1 != builder.step:  # after a gap earlier steps are useless
+        if past and past[-1].gradient.step + 1 != builder.step:  # after a gap earlier steps are useless
             past.clear()
         if other is not None:  # only the copy for sending is still needed
             other = replace(other, values=other.values.new_empty(0))
         record = builder.record()
         assert record is not None, "the step is applied"
-        past.append(_Past(builder.step, builder.lineage, record, gradient, other))
+        past.append(_Past(record, gradient, other))
         now = self._ctx.clock.now()
         self._followers = {p: f for p, f in self._followers.items() if now - f[1] < GONE_S}
         needed = min((step for step, _ in self._followers.values()), default=builder.step)
-        while len(past) > 1 and (past[0].step < needed or len(past) > MAX_STEPS or self.nbytes > self._limit):
+        while len(past) > 1 and (past[0].gradient.step < needed or len(past) > MAX_STEPS or self.nbytes > self._limit):
             past.popleft()
         if len(past) > 1:
             self._ctx.spawn(self._pack(past[-2]), "pack")
 
     def reaches(self, step: int) -> bool:
         """Are ``step`` and all later steps kept?"""
-        return bool(self._past) and self._past[0].step <= step
+        return bool(self._past) and self._past[0].gradient.step <= step
 
     @property
     def nbytes(self) -> int:
@@ -96,9 +93,10 @@ class GradientLog:
     def applied(self, peer: PeerId, step: int, lineage: bytes) -> tuple[RoundEntry, StepRecord] | None:
         """Our stage's round and the record of a kept step; None for other steps."""
         for past in self._past:
-            if (past.step, past.lineage) == (step, lineage):
+            entry = past.gradient.entry
+            if (entry.step, entry.lineage) == (step, lineage):
                 self._heard(peer, step)
-                return past.gradient.entry, past.record
+                return entry, past.record
         return None
 
     async def image(

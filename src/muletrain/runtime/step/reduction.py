@@ -60,8 +60,6 @@ class Reduction:
         self._reducing: Seal | None = None
         self._overflowed = False
         """Finite accumulators gave a mean that is not finite."""
-        self._rivals: set[bytes] = set()
-        """Other rounds of our stage that we knew when we attested to our round."""
         self._held_at = lasting.ctx.clock.now()
         """When we got the gradient: at the latest when this step began here."""
 
@@ -126,7 +124,7 @@ class Reduction:
         if (seal := self._reducing) is not None and state.latest_attempt(seal.members) > seal.attempt:
             self._company.note_outran(seal)
             raise RoundFailed(f"averaging step {state.step + 1}: another attempt has begun")
-        self.attest()  # again, where a member is lost or another round is heard of
+        self.attest()  # again, where a member is lost
         self._exchange.speak()
         self._exchange.make_sure()
         held = None if state.gradient is None else state.gradient.for_record
@@ -140,10 +138,9 @@ class Reduction:
                 raise _HeldElsewhere
 
     def attest(self) -> None:
-        """Tell that we hold our gradient's round, if we do. Repeat this when another member is marked down, or when we hear of
-        another round of our stage: a peer that knows only one round would build another record. A member that is alive
-        after all applies our round on hearing of the record. A member that answers, but does not attest for longer than
-        a round takes, may never attest, and is given up, too."""
+        """Tell that we hold our gradient's round, if we do. Repeat this when another member is marked down. A member that
+        is alive after all applies our round on hearing of the record. A member that answers, but does not attest for
+        longer than a round takes, may never attest, and is given up, too."""
         ctx, state, builder, gradient = self._ctx, self._state, self._state.builder, self._state.gradient
         if gradient is None:
             return
@@ -152,13 +149,11 @@ class Reduction:
         me, alive, known = ctx.net.peer_id, ctx.roster.is_alive, builder.holders(gradient.for_record)
         lacking = {m for m in entry.members if m != me and m not in known}
         without = {m for m in lacking if overdue or not alive(m)}
-        others = {r.facts.round for r in builder.rounds(entry.stage)} - {entry.round}
         if state.attested is not None:
-            if without <= set(state.attested.without) and others <= self._rivals:
+            if without <= set(state.attested.without):
                 return
             without |= set(state.attested.without)
             self._company.note_overdue(m for m in without if alive(m))
-        self._rivals = others
         state.attested = entry.model_copy(update={"holder": me, "without": tuple(sorted(without))})
         builder.add(state.attested)
         self._exchange.state(state.audience(), entry=state.attested)

@@ -45,6 +45,10 @@ class Reruns:
         """Questions about gaps so far."""
         self._filled_most = 0
         """Largest number of the last gaps that some replica held."""
+        self._asked: Gap | None = None
+        """The last gaps that trainers were told of."""
+        self._told: set[PeerId] = set()
+        """The trainers told of ``_asked``."""
         self._claims: dict[PeerId, frozenset[int]] = {}
         """The last gaps that each replica claimed to hold. We stopped waiting because of that; the replica's next seal
         shows whether the claim was true."""
@@ -108,6 +112,7 @@ class Reruns:
         assert state.announced is not None  # the gaps follow from our seal
         told, asked_s, known = frozenset[int](), -math.inf, frozenset[str]()
         while True:
+            await self._tell_newcomers()
             ctx.news.changed.clear()
             with_us, now_s = {*self._company.members()} - {*left_out}, ctx.clock.now()
             live = frozenset(filter(ctx.roster.is_alive, ctx.roster.replicas()))
@@ -188,4 +193,13 @@ class Reruns:
             indices=tuple(sorted(indices)),
             without=without,
         )
-        await ctx.tell(ctx.roster.trainers(), gap)
+        trainers = ctx.roster.trainers()
+        self._asked, self._told = None if early else gap, {*trainers}
+        await ctx.tell(trainers, gap)
+
+    async def _tell_newcomers(self) -> None:
+        """Gaps of the last request may fall to trainers that came, or came back, meanwhile."""
+        live = {*self._ctx.roster.trainers()}
+        new, self._told = tuple(sorted(live - self._told)), live
+        if new and self._asked is not None:
+            await self._ctx.tell(new, self._asked)

@@ -135,7 +135,6 @@ class StepRunner:
         """Run the step until its update is applied. Raises Behind, and MuletrainError if the step cannot be completed.
         Ends after ``step/reduction.hold`` at a replica of each stage."""
         gradient = await self._reduction.hold(self._weights)
-        self._reduction.attest()
         builder, begin = self.state.builder, self._ctx.clock.now()
         await self._waits.until(
             lambda: builder.record() is not None and self._tied.ready,
@@ -146,7 +145,6 @@ class StepRunner:
         )
         record = builder.record()
         assert record is not None  # until returned
-        builder.settle()
         self._ctx.meter.stats.averaging_s += self._ctx.clock.now() - begin
         await self.apply(record, gradient.values)
         return record
@@ -173,10 +171,10 @@ class StepRunner:
     async def apply(self, record: StepRecord, gradient: Tensor) -> None:
         """Update the weights with the step's ``record`` and our stage's mean gradient."""
         ctx, position, work = self._ctx, self._position, self._position.work
+        self.state.builder.settle()
         await self._reruns.drained()
         work.ledger.seal()
         begin = ctx.clock.now()
-        self.state.builder.settle()
         position.settled = False
         ctx.reached("applying", work.step)
         self.not_finite = ""
