@@ -277,3 +277,15 @@ def test_a_stage_that_takes_itself_to_be_behind_keeps_its_state_if_nobody_has_a_
         assert outcome.violations == [], "\n".join(readable(outcome))
         kept += outcome.of(StateKept)
     assert kept
+
+
+def test_who_hears_of_two_records_of_as_many_chooses_one() -> None:
+    """The only replica of stage 1 took itself to be behind both halves of stage 0; after 105 s the run went back."""
+    faults = (
+        Fault(0.57, "cut", ("peer-0a", "peer-0b"), for_s=3.0, on="entry"),
+        Fault(2.64, "damage", ("peer-1a",), for_s=8.0, on="seal", nth=2),
+    )
+    outcome = play(Scenario(13200, (2, 1), 2, 6, 6, 0.05, faults, queue_s=0.25))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert went_over(outcome) and not outcome.of(SteppedBack)
+    assert outcome.longest < 12.0

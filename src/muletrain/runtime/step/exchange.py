@@ -316,8 +316,9 @@ class Exchange:
 
     async def went_on(self, first: PeerId) -> bool:
         """Has the run gone beyond this step, as ``first`` says? A single member cannot lure us away: more peers must be
-        beyond the step, by one record, than at the step, or its record must be known now."""
-        here, gone = 0, Counter[bytes]()
+        beyond the step, by one record, than at the step or beyond it by another record, or its record must be known
+        now. Between two records of as many peers each, this peer may have to choose (``RecordBuilder``)."""
+        here, lead, gone = 0, 0, Counter[bytes]()
         for peer in dict.fromkeys((first, *self._ctx.roster.spread(MAX_ASKED))):
             row = await self._sync(peer)
             if self._recorded():
@@ -326,9 +327,10 @@ class Exchange:
                 here += row.step == self._state.step
                 # replicas that lost each other have two records
                 gone[self._applied.get(peer, b"")] += row.step > self._state.step
-            if max(gone.values(), default=0) - here > 1:
+            most, second = (*sorted(gone.values(), reverse=True), 0, 0)[:2]
+            if (lead := most - max(here, second)) > 1:
                 break
-        return max(gone.values(), default=0) > here
+        return lead > 0
 
     async def learn_record(self, peers: Iterable[PeerId]) -> None:
         """Ask ``peers`` for this step's record, until enough answers agree."""
