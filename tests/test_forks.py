@@ -287,5 +287,6 @@ def test_who_hears_of_two_records_of_as_many_chooses_one() -> None:
     )
     outcome = play(Scenario(13200, (2, 1), 2, 6, 6, 0.05, faults, queue_s=0.25))
     assert outcome.violations == [], "\n".join(readable(outcome))
-    assert went_over(outcome) and not outcome.of(SteppedBack)
+    assert went_over(outcome)
+    assert not outcome.of(SteppedBack)
     assert outcome.longest < 12.0
