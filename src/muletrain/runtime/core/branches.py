@@ -1,8 +1,8 @@
 """A branch of the run's history begins whenever the run rolls back to a checkpoint.
 
 A lineage begins with the label of its branch: the number of rollbacks, then a part of the hash of the last rollback.
-Branches are ordered: a peer that meets a later branch gives up its own branch, and frames of abandoned steps are
-recognised.
+Branches are ordered, and frames of abandoned steps are recognised. A peer that meets a later branch gives up its own
+unless its side has every stage (``recovery.forks``).
 """
 
 from __future__ import annotations
