@@ -244,13 +244,47 @@ def test_a_loss_that_is_not_believed_is_computed_again_and_counts_for_nothing() 
 def test_a_clients_loss_is_believed_only_where_it_is_like_those_that_counted(usual: float) -> None:
     part = Part(Pass.LOSS, 0, 0, 0, 2)
     checks = Checks(SimpleNamespace(), LoopClock(), 0.0, random.Random(0))  # type: ignore[arg-type]
-    assert checks.believes(part, usual)
-    assert not checks.believes(part, 1e308)
+    assert checks.believes(part, usual, part.rows)
+    assert not checks.believes(part, 1e308, part.rows)
     for _ in range(LEAST):
-        checks.counted(usual)
-    assert checks.believes(part, 3 * usual)
-    assert not checks.believes(part, 100 * usual)
-    assert not checks.believes(part._replace(what=Pass.BACKWARD), usual), "only the last stage has a loss"
+        checks.counted(part, usual, part.rows)
+    assert checks.believes(part, 3 * usual, part.rows)
+    assert not checks.believes(part, 100 * usual, part.rows)
+    assert not checks.believes(part._replace(what=Pass.BACKWARD), usual, part.rows), "only the last stage has a loss"
     for _ in range(2 * LEAST * 4):  # our own device finds that it has grown
-        checks.counted(100 * usual)
-    assert checks.believes(part, 100 * usual)
+        checks.counted(part, 100 * usual, part.rows)
+    assert checks.believes(part, 100 * usual, part.rows)
+
+
+def test_a_loss_is_as_large_as_what_its_part_is_worth() -> None:
+    """Of conversations: one long answer counts for more than many short ones."""
+    part = Part(Pass.LOSS, 0, 0, 0, 1)
+    checks = Checks(SimpleNamespace(), LoopClock(), 0.0, random.Random(0))  # type: ignore[arg-type]
+    for _ in range(LEAST):
+        checks.counted(part, 10 * 0.5, 0.5)
+    assert checks.believes(part, 10 * 12.0, 12.0)
+    assert not checks.believes(part, 49.0, 1 / 64)
+
+
+def test_a_call_that_left_before_a_doubt_does_not_tell_what_came_since() -> None:
+    """The part that crossed the call was taken from the client, as if it had been lost on the way, and counted against it."""
+
+    async def scenario() -> tuple[bool, int]:
+        tasks = Tasks()
+        server = server_in(MemoryHub(), lambda event: None, tasks)
+        ask = Next(name="c", config=CONFIG, stage=0, session=7)
+        first = await server._on_next("client", ask)
+        server.pool.ready("client", 4)
+        server.pool.put(Pass.FORWARD, 0, 0, 1, 0.0)
+        crossing = ask.model_copy(update={"version": 1, "heard": first.number})
+        given = server.pool.take("client", 0.0)
+        assert given is not None
+        server.pool.sent(given.number, 0.0)
+        server.doubt("client")
+        second = await server._on_next("client", crossing)
+        await server._on_next("client", crossing.model_copy(update={"heard": second.number, "parts": (given.number,)}))
+        kept = server.pool.part("client", given.number) is not None
+        await tasks.close()
+        return kept, server.standings["client"].lapses
+
+    assert virtually(scenario()) == (True, 0)

@@ -87,6 +87,35 @@ def test_a_forward_whose_backward_another_worker_computed_is_forgotten() -> None
     assert not kept.problem
 
 
+def test_a_forward_that_is_withdrawn_while_its_output_is_copied_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = reference.facts_of(DELAYED)
+    compute = reference.client_compute(facts, 0)
+    work, inner = PartWork(compute, facts.plan), compute
+    while not hasattr(inner, "_stash"):
+        inner = inner.inner
+    inputs = encode_samples(torch.zeros(1, facts.plan.sequence_length(0), dtype=torch.int64))
+
+    async def copied(values: torch.Tensor) -> torch.Tensor:
+        await asyncio.sleep(1.0)
+        return values
+
+    async def withdrawn() -> None:
+        await work.begin_anew(0, 0)
+        about: dict[str, Any] = {"generation": 0, "step": 0, "first": 0, "rows": 1, "whole": 1}
+        give = Give(number=0, index=0, what=Pass.FORWARD, accumulate=False, **about)
+        task = asyncio.create_task(work.compute(give, [inputs]))
+        await asyncio.sleep(0.5)
+        assert inner._stash._kept
+        task.cancel()
+        work.forget_forward(0)
+        await asyncio.gather(task, return_exceptions=True)
+
+    monkeypatch.setattr(inner, "_to_host", copied)
+    run_virtually(withdrawn(), 100.0, [])
+    assert not work.forwards()
+    assert not inner._stash._kept
+
+
 def test_activations_of_a_server_that_are_not_finite_end_no_client() -> None:
     """A client of the last stage could not say that its loss was not a number, and ended: so did all of the stage."""
     facts = reference.facts_of(DELAYED)
@@ -104,4 +133,4 @@ def test_activations_of_a_server_that_are_not_finite_end_no_client() -> None:
     result = run_virtually(computed(), 100.0, [])
     assert math.isnan(Result.unpack(result.pack()).loss)
     checks = Checks(SimpleNamespace(), LoopClock(), 0.0, random.Random(0))  # type: ignore[arg-type]
-    assert not checks.believes(Part(Pass.LOSS, 0, 0, 0, 1), result.loss)
+    assert not checks.believes(Part(Pass.LOSS, 0, 0, 0, 1), result.loss, 1.0)

@@ -4,25 +4,38 @@ cost nothing."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgpack
 import pytest
+import torch
 from blake3 import blake3
 
-from muletrain.errors import Malformed, MuletrainError, ProtocolError
+from muletrain.clock import LoopClock
+from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import TransferFailed
 from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.averaging.mean_gradient import fetch_gradient
 from muletrain.runtime.core import blocks as transfer
-from muletrain.runtime.core.blocks import AskBlocks, Block, Blocks, Manifest, PartialDownload, StateImage, _Expected
+from muletrain.runtime.core.blocks import (
+    AskBlocks,
+    Block,
+    Blocks,
+    Downloader,
+    Manifest,
+    PartialDownload,
+    StateImage,
+    _Expected,
+)
 from muletrain.runtime.transfer import donor as snapshot
 from muletrain.runtime.transfer.donor import STATES
 from muletrain.runtime.transfer.messages import AskSnapshot, Snapshot
+from muletrain.sim.loop import run_virtually
 from muletrain.wire.codec import RAW, Encoded, encode_raw
 from muletrain.wire.frame import Frame
 from tests.donors import Stage, refused, run, small_blocks
@@ -229,6 +242,53 @@ def test_a_donor_that_lives_and_sends_nothing_is_not_waited_for_without_end(monk
         assert any(isinstance(e, TransferFailed) for e in stage.said)
 
     run(scenario)
+
+
+@pytest.mark.parametrize(("gone_s", "ends_s"), [(1e9, 200.0), (95.0, 110.0)])
+def test_after_a_long_stall_a_lost_block_is_asked_for_again_and_the_only_donors_death_seen(
+    gone_s: float, ends_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The waits that had doubled during the stall were those of the blocks after it, too: 600 s for the next question, and
+    for a look whether the donor is there."""
+
+    async def scenario() -> float:
+        loop = asyncio.get_running_loop()
+        image, begin, gave = StateImage({"x": torch.zeros(200)}), loop.time(), set[int]()
+
+        async def offload(work: Any, *args: Any) -> Any:
+            return work(*args)
+
+        await image.name(offload)
+        blocks: Any = SimpleNamespace(clock=LoopClock(), largest=0, waiting={})
+
+        def give(k: int) -> None:
+            expected = blocks.waiting.get(("a", image.digest, k))
+            if expected is not None and not expected.whole.done():
+                expected.into[:] = b"".join(map(bytes, image.views(k * image.block, (k + 1) * image.block)))
+                expected.taker.came = loop.time()
+                expected.whole.set_result(None)
+
+        async def call(donor: str, kind: str, payload: bytes, timeout_s: float) -> bytes:
+            ask = AskBlocks.unpack(payload)
+            if not ask.blocks:
+                return image.manifest
+            if loop.time() - begin >= 100.0:  # until then nothing comes; then the second block is lost once
+                for k in ask.blocks:
+                    if k != 1 or gave:
+                        loop.call_later(0.1, give, k)
+                gave.update(ask.blocks)
+            return b""
+
+        blocks.net = SimpleNamespace(call=call, heard_s=lambda donor: min(loop.time(), begin + gone_s))
+        taker = Downloader(blocks, offload)
+        monkeypatch.setattr(transfer, "LANES", 1)  # of eight blocks
+        for _ in range(9):
+            taker.deadline.measured(0.1)
+        with contextlib.suppress(NetworkError):
+            await taker.fetch(PartialDownload.of(image.digest, Manifest.unpack(image.manifest)), ["a"])
+        return loop.time() - begin
+
+    assert run_virtually(scenario(), 5000.0, []) <= ends_s
 
 
 @pytest.mark.parametrize("lost", [True, False])

@@ -74,7 +74,8 @@ class MeanGradient:
     def has(self, name: bytes, *, tied: bool) -> bool:
         """Does ``name``, by round or by digest, name this gradient's copy, which is here or can be made?"""
         round_, made = self.entry.round, self._packed.get(tied)
-        if made is not None and made.done() and name == made.result().digest:
+        done = made is not None and made.done() and not made.cancelled() and made.exception() is None
+        if made is not None and done and name == made.result().digest:
             return True
         return name == (tied_name(round_) if tied else round_) and (made is not None or not self._freed)
 
@@ -90,6 +91,7 @@ class MeanGradient:
         image = await self.image(ctx)
         while making := [task for task in self._packed.values() if not task.done()]:  # of the tied part
             await asyncio.wait(making)
+        self._packed.pop(True, None)
         image.channel, self.values, self._freed = Channel.BULK, self.values.new_empty(0), True
 
     async def _pack(self, ctx: Context, *, tied: bool) -> StateImage:
@@ -276,6 +278,8 @@ async def _while_there(ctx: Context, holders: list[PeerId], at: tuple[bytes, int
             if (answered := await unless_done(task, that_answer())) is None:
                 return task.result()
             there = answered
+        if task.done():
+            return task.result()
         raise PeerUnreachable("no answer to a probe", ", ".join(map(ctx.roster.name, holders)))
     finally:
         task.cancel()

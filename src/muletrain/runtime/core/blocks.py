@@ -505,23 +505,24 @@ class Downloader:
         blocks.largest = max(blocks.largest, partial.manifest.block)
         expected = {k: _Expected(partial.room(k), self) for k in run}
         blocks.waiting |= {(donor, partial.digest, k): e for k, e in expected.items()}
-        tries = 0
         try:
             with ExitStack() as stack:
                 for block in expected.values():
                     stack.enter_context(self.awaiting(donor, block.whole))
                 await self._ask(partial.digest, donor, expected, good)
                 for k, block in expected.items():
-                    begin = clock.now()
+                    begin, tries = clock.now(), 0
                     while not block.whole.done():
-                        since = max(begin, self.came)
+                        since, limit_s = max(begin, self.came), self.deadline.seconds(self._breaks)
                         waited_s = clock.now() - since
                         left_s = min(self.deadline.seconds(self._breaks + tries), CEILING_S) - waited_s
-                        if left_s > 0:
+                        lives = len(good) == 1 and waited_s < CEILING_S and self._hears(donor)
+                        if left_s > 0 and (waited_s < limit_s or lives):
+                            look_s = max(PAUSE_S, min(left_s, limit_s))
                             with suppress(DeadlineExceeded):
-                                await clock.deadline(asyncio.shield(block.whole), max(PAUSE_S, left_s), "a block")
+                                await clock.deadline(asyncio.shield(block.whole), look_s, "a block")
                                 self.deadline.measured(clock.now() - since)
-                        elif len(good) == 1 and waited_s < CEILING_S and self._hears(donor):
+                        elif lives:
                             tries += 1
                             await self._ask(partial.digest, donor, expected, good)
                         else:

@@ -54,9 +54,10 @@ Key = tuple[int, int, int, str]
 
 
 class Declined(NamedTuple):
-    """No answer comes from the peer that was asked."""
+    """No answer comes from the peer that was asked. ``why``: as the peer says; None: it is not to be reached, or misses
+    every deadline."""
 
-    why: Why
+    why: Why | None
     reason: str = ""
 
 
@@ -365,7 +366,7 @@ class Dispatcher:
                 self._wiring.ban(peer)
                 failed.add(peer)
             self._rerouted(peer, request, answer.reason)
-            if answer.why is Why.DOWN:
+            if answer.why is None:
                 self._ctx.detector.mark_down(peer, answer.reason)
             accumulate = await self.missing(request, accumulate)
             full_s = self._ctx.clock.now()  # full peers were not asked during that failure
@@ -489,7 +490,7 @@ class Dispatcher:
                 pending.due_s = pending.sent_s + self.trips.deadline_s()
                 got = await pending.reply
         except (PeerUnreachable, DeadlineExceeded) as e:
-            return Declined(Why.DOWN, e.why)
+            return Declined(None, e.why)
         if isinstance(got, Answer | Declined):
             return got
         reply, answer = got

@@ -68,10 +68,8 @@ class Backward(Request):
 
 
 class Why(StrEnum):
-    """Why no answer comes from a peer."""
+    """Why a peer does not answer a forward."""
 
-    DOWN = "down"
-    """The peer is not to be reached, or misses every deadline."""
     GONE = "gone"
     """The peer lives, but will not finish the request: the peer is at an earlier step, its accumulator is sealed, the
     computation failed, or the next stage cannot be reached."""

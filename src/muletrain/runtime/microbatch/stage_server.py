@@ -19,6 +19,7 @@ from muletrain.compute.slot import Turn
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import MicrobatchServed, MicrobatchTaken
 from muletrain.model.loss import positions_in
+from muletrain.network.base import Channel
 from muletrain.policy.rooms import Turns
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.dispatcher import Unfinite
@@ -121,6 +122,7 @@ class StageServer:
         work = self.position.computing(message.step)
         if work is None:
             return
+        self.expects(sender, message, frame.tensors)  # again: this peer may have moved while the tensors came
         answered = work.answered.get(message.index) == (sender, message.key)
         if message.wanted and answered and message.index in work.ledger.accumulated:
             return self.decline(sender, message, "it has accumulated and answered that")  # sender's requester is gone
@@ -360,6 +362,6 @@ class StageServer:
 
     async def _reply(self, peer: PeerId, message: Request, tensors: list[Encoded]) -> None:
         try:
-            await self.ctx.send(peer, message, tensors)
+            await self.ctx.send(peer, message, tensors, channel=None if tensors else Channel.CONTROL)
         except NetworkError as e:  # the sender is gone: its trainer tries the microbatch again
             self.ctx.detector.mark_down(peer, e.why)

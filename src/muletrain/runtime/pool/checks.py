@@ -91,19 +91,20 @@ class Checks:
         """Clients that brought the first ``LEAST`` gradients. Each one's first is checked: where most gradients are false
         from the beginning, none is far from the rest."""
         self._losses: deque[float] = deque(maxlen=RECENT)
-        """Sizes of recent losses of microbatches that counted [nats/token]."""
+        """Sizes of recent losses that counted [nats/token, times the sequences of a microbatch]."""
 
-    def believes(self, part: Part, loss: float) -> bool:
-        """Is ``loss`` plausible for a client's ``part``? Only passes of the last stage have a loss. A part's share is not
-        much larger than the loss of a whole microbatch."""
+    def believes(self, part: Part, loss: float, worth: float) -> bool:
+        """Is ``loss`` plausible for a client's ``part``? Only passes of the last stage have a loss, about as large as
+        earlier counted losses. ``worth``: sequences that the part counts for."""
         if part.what is not Pass.LOSS:
             return loss == 0
         known = statistics.median(self._losses) if len(self._losses) >= LEAST else MOST_LOSS
-        return abs(loss) <= FACTOR * max(known, 1.0)
+        return abs(loss) <= FACTOR * max(known, 1.0) * worth
 
-    def counted(self, loss: float) -> None:
-        """The loss of a microbatch counts."""
-        self._losses.append(abs(loss))
+    def counted(self, part: Part, loss: float, worth: float) -> None:
+        """A part's share of the loss counts. ``worth``: see ``believes``."""
+        if part.what is Pass.LOSS and worth:
+            self._losses.append(abs(loss) / worth)
 
     async def drawn(
         self, client: PeerId, what: Pass, rows: int, values: Tensor | None, claim: Sketch | None, seed: bytes

@@ -76,8 +76,8 @@ class Client:
         self.over = over
         """A server has said that the run is over, and none has answered since."""
         self._home: PeerId | None = None
-        self._session = self._handed = self._sessions = 0
-        """Number of our time at the server; of the last hand-over; and of such times."""
+        self._session = self._heard = self._handed = self._sessions = 0
+        """Number of our time at the server; of its last answer; of the last hand-over; and of such times."""
         self._ended = self._worked = self._moves = False
         self.moved = False
         """The client left because of ``move``."""
@@ -166,7 +166,7 @@ class Client:
         session = random.Random(f"{self._net.peer_id}/{self._clock.now()}/{self._sessions}").randrange(1, 1 << 47)
         state = await self._servers.call(server, self._asks.model_copy(update={"session": session}))
         self._home, self._session = server, session
-        self._handed = self.version = self._sits_out = 0
+        self._heard = self._handed = self.version = self._sits_out = 0
         self._worked = False
         self._hear(state)
 
@@ -180,6 +180,7 @@ class Client:
         return self._asks.model_copy(
             update={
                 "session": self._session,
+                "heard": self._heard,
                 "weights": self._wanted if self._current else None,
                 "version": self.version,
                 "parts": tuple(sorted(self._out)),
@@ -191,7 +192,7 @@ class Client:
 
     def _hear(self, answer: Answer) -> None:
         """Make what is into what should be, as our server says."""
-        self._answered_at, self.over = self._clock.now(), False
+        self._heard, self._answered_at, self.over = max(self._heard, answer.number), self._clock.now(), False
         known = dict.fromkeys((*self._servers.known, *answer.servers))
         self._servers.known = tuple(known)[:MAX_SERVERS]  # a server that names nobody else keeps no client
         if answer.version > self.version:

@@ -64,22 +64,24 @@ class Transfer(NamedTuple):
 
 @dataclass
 class _Client:
-    """``heard_s``: time of the last call, by the loop's clock; ``calls``: number of calls; ``ready``: version of the
-    weights that the client works with; ``unable``: consecutive parts not computed in time; ``results``: numbers of results
-    that came since the last call; ``told``: of those, which it heard of with another part; ``hurry``: the call is to be
-    answered at once; ``doubted_at``: when the client's silence was noticed; None: it is heard; ``news``: set when an
-    answer may be different."""
+    """``heard_s``: time of the last call, by the loop's clock; ``calls``: number of calls; ``served``: number of the last
+    answer; ``ready``: version of the weights that the client works with; ``unable``: consecutive parts not computed in
+    time; ``results``: numbers of results that came since the last call; ``told``: of those, which it heard of with another
+    part; ``hurry``: the call is to be answered at once; ``doubted_at``: when the client's silence was noticed; None: it is
+    heard; ``doubted_after``: number of the last answer before that; ``news``: set when an answer may be different."""
 
     name: str
     session: int
     heard_s: float
     calls: int = 0
+    served: int = 0
     ready: int = 0
     unable: int = 0
     results: set[int] = field(default_factory=set)
     told: set[int] = field(default_factory=set)
     hurry: bool = False
     doubted_at: float | None = None
+    doubted_after: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -172,6 +174,7 @@ class Clients:
                 await self._clock.deadline(client.news.wait(), left_s, "news for a client")
             if self._clients.get(sender) is not client:
                 raise AdmissionError(UNKNOWN)
+        client.served += 1
         return answer
 
     def _member(self, sender: PeerId, ask: Next) -> _Client:
@@ -203,7 +206,8 @@ class Clients:
         transfer = self.transfers.get(sender)
         if transfer is not None and transfer.wanted.transfer <= ask.handed:
             transfer.begun.set()
-        if client.doubted_at is not None:
+        # a call that is older than the doubt does not tell what has come since
+        if client.doubted_at is not None and ask.heard > client.doubted_after:
             doubted_at, client.doubted_at = client.doubted_at, None
             if self.pool.reconcile(sender, ask.parts, doubted_at, self._clock.now()):
                 self.lapsed(sender)
@@ -221,8 +225,9 @@ class Clients:
             raise AdmissionError("this server does not serve now; try again in some seconds, or another one")
         pool = self.pool
         numbers = {*ask.parts, *ask.uncounted, *ask.forwards, *client.results} if client is not None else ()
-        counts, gone = self.verdicts(sender, numbers)
+        counts, gone = self.verdicts(sender, numbers) if client is not None else ((), ())
         return Answer(
+            number=0 if client is None else client.served + 1,
             weights=self._digest,
             version=self._version,
             steps=self._steps,
@@ -350,7 +355,7 @@ class Clients:
         workers may do its parts until then. Its accumulated gradients are not lost yet."""
         self.pool.doubt(client, self._clock.now())
         if (known := self._clients.get(client)) is not None and known.doubted_at is None:
-            known.doubted_at = self._clock.now()
+            known.doubted_at, known.doubted_after = self._clock.now(), known.served
             known.news.set()
         self.feed()
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from muletrain.compute.base import Microbatch
-from muletrain.compute.checks import is_finite
+from muletrain.compute.checks import is_finite, weighed
 from muletrain.errors import MuletrainError, NetworkError
 from muletrain.optim.sketch import unpacked
 from muletrain.policy.passes import LAST, Given, Part, Pass
@@ -159,8 +159,6 @@ class PartsDesk:
             self.clients.news.set()
         for mb in call.own:
             self.inner.count(mb)
-        if call.what is Pass.LOSS:
-            self._checks.counted(call.loss)
         return torch.empty(0) if call.output is None else call.output
 
     async def _put_backward(self, call: Call, grad: Tensor) -> None:
@@ -373,7 +371,18 @@ class PartsDesk:
             kept.forward_at = None  # the client hears it when it calls
         if call is not None:
             call.fill(part, loss, values)
+            self._checks.counted(part, loss, self._worth(part, kept))
         return kept
+
+    def _worth(self, part: Part, kept: KeptPart | None = None) -> float:
+        """Sequences of ``part``: those that its targets that count are worth, if not all do."""
+        kept = kept or self.parts.find(part)
+        if part.what is not Pass.LOSS or kept is None or kept.targets is None:
+            return part.rows
+        plan = self.plan
+        length, targets = plan.sequence_length(part.step), decode(kept.targets)
+        _, weight = weighed(targets, plan.targets, length, plan.vocab, plan.microbatches)
+        return part.rows if weight is None else weight * plan.sequences
 
     def _accumulated(self, worker: PeerId, number: int, part: Part, kept: KeptPart, claim: Sketch | None) -> None:
         """Note the place of the gradient of ``part``."""
@@ -404,7 +413,7 @@ class PartsDesk:
         fine &= values is None or await self.inner.offload(is_finite, values)
         drawn: tuple[bool, Sketch | None] = False, None
         part = self.pool.part(worker, message.number)
-        if part is not None and (fine := fine and self._checks.believes(part, message.loss)):
+        if part is not None and (fine := fine and self._checks.believes(part, message.loss, self._worth(part))):
             drawn = await self._checks.drawn(
                 worker, part.what, part.rows, values, claim, self.clients.digest(part.step)
             )

@@ -54,13 +54,14 @@ class Wanted(Header):
 
 
 class Answer(Header):
-    """The answer to ``Next``. ``weights``: digest of the newest weights, the
+    """The answer to ``Next``. ``number``: of the answer in the session. ``weights``: digest of the newest weights, the
     ``version``-th of this server, from 1; ``steps``: that compute with them, under delayed updates; ``servers``: all of
     the stage, with new weights; ``clients``: number here; ``speed``: of the clients together [forward passes of a
     sequence per second]; ``own``: of the server's device; ``helpers``: number of idle clients that could help the server
     to end the step. Of what the client has: ``counts``: results that count; ``gone``: parts, results and forwards that
     are of no use. ``wanted``: the accumulator that the client hands over, until the server has it."""
 
+    number: Natural = 0
     weights: Digest
     version: Natural
     steps: Steps = ()
@@ -75,18 +76,19 @@ class Answer(Header):
 
 
 class Next(Call[Answer]):
-    """Asks a server for the next parts. ``session``: drawn by the client each time that it begins at a
-    server; 0: the client only asks for the server's state. ``weights``: digest of the weights that the client computes
-    with, for the steps that the server named; ``version``: the newest version that it knows; 0: the session begins.
-    ``parts``: numbers of the givings
-    that the client computes; ``uncounted``: of results that may count; ``forwards``: of kept forwards; ``handed``:
-    number of the last hand-over that began. ``leaves``: the client works here no more."""
+    """Asks a server for the next parts. ``session``: drawn by the client each time that it begins at a server; 0: the
+    client only asks for the server's state. ``heard``: number of the last answer that came. ``weights``: digest of
+    the weights that the client computes with, for the steps that the server named; ``version``: the newest version
+    that it knows; 0: the session begins. ``parts``: numbers of the givings that the client computes; ``uncounted``:
+    of results that may count; ``forwards``: of kept forwards; ``handed``: number of the last hand-over that began.
+    ``leaves``: the client works here no more."""
 
     KIND: ClassVar[str] = "hub.next"
     name: Name
     config: Digest
     stage: Natural
     session: Natural = 0
+    heard: Natural = 0
     weights: Digest | None = None
     version: Natural = 0
     parts: Few = ()

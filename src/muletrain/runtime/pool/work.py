@@ -271,15 +271,18 @@ class PartWork:
         """Raises MuletrainError, and KeyError if the forward is not here (any more)."""
         compute, what, seed = self._compute, message.what, self.seeds.get(mb.step % self._places, b"")
         inputs = [await compute.offload(decode, tensor) for tensor in tensors]
-        if what is not Pass.FORWARD:
-            self._forwards.pop(mb, None)
-        loss, result, found = await computed_part(
-            compute, mb, what, inputs, seed, accumulate=message.accumulate, here=message.has_forward
-        )
+        self._forwards.pop(mb, None)
+        try:
+            loss, result, found = await computed_part(
+                compute, mb, what, inputs, seed, accumulate=message.accumulate, here=message.has_forward
+            )
+        except BaseException:
+            if what is Pass.FORWARD and mb not in self._forwards:  # withdrawn while its output was copied
+                compute.discard(mb)
+            raise
         if found:
             return checked_message(message.number, found), []
         if what is Pass.FORWARD:
-            self._forwards.pop(mb, None)
             self._forwards[mb] = message.number
             while len(self._forwards) > MAX_KEPT:  # the server would fill our memory
                 self.forget_forward(next(iter(self._forwards.values())))

@@ -115,7 +115,10 @@ class RoundAgreement:
             then=lambda: f"goes on without them {self._given_s():.0f} s after their last progress",
         )
         self._company.check()
-        self._company.note(m for m in seal.members if not ctx.roster.is_alive(m))
+        if len(down := [m for m in others if not ctx.roster.is_alive(m)]) < max(
+            2, len(others)
+        ):  # else our links failed
+            self._company.note(down)
         if lost() or outdated():  # sets of different attempts do not fit together
             self._company.note_outran(seal)
             return None
@@ -180,16 +183,16 @@ class RoundAgreement:
         self._reruns.drop()
         self._ledger.seal()  # accept nothing until the next announcement
 
-        clock, since, most = self._ctx.clock, self._ctx.clock.now(), 0
+        clock, since, most = self._ctx.clock, self._ctx.clock.now(), (0, 0)
         last_s = since + OF_PATIENCE * ENDLESS * self._ctx.news.patience_s  # reports may be lies
 
         async def ask() -> None:
             nonlocal since, most
             await self._exchange.ask_everyone()  # peers that are down here may be back
             rows = await self._exchange.ask_replicas()
-            progress = sum(len(row.accumulated) + (row.moved if row.round else 0) for row in rows)  # chunks of a round
-            if progress > most:
-                since, most = clock.now(), progress
+            now = sum(len(row.accumulated) for row in rows), sum(row.moved for row in rows if row.round)  # chunks
+            if any(new > old for new, old in zip(now, most, strict=True)):
+                since, most = clock.now(), (max(now[0], most[0]), max(now[1], most[1]))
 
         def stalled() -> bool:
             return self._overdue(since) or clock.now() >= last_s

@@ -256,7 +256,7 @@ class Reduction:
         ctx, averager, begin = self._ctx, self._state.averager, self._ctx.clock.now()
         self._reducing, self._work.round = self._state.announced, round_.id
         try:
-            accumulator = await ctx.compute.gradient(round_.step)
+            accumulator = await self._waits.watched(ctx.compute.gradient(round_.step))
             then = f"tries another round {self._lessons.averaging.seconds():.0f} s after a member's last chunk"
             with ctx.news.waits(Awaited("chunks of the gradient", begin, averager.owing, lambda: then)):
                 gradient, shards = await self._gathered(averager.reduce(round_, accumulator))

@@ -168,8 +168,10 @@ class BaseStore:
         path = self.file(part)
         self.cache.mkdir(parents=True, exist_ok=True)
         self._make_room(path, manifest.size)
-        self.manifest(part).write_bytes(manifest.pack())
-        return open_file(path, manifest.size)
+        file = open_file(path, manifest.size)
+        if file is not None:
+            self.manifest(part).write_bytes(manifest.pack())
+        return file
 
     def _make_room(self, own: Path, size: int) -> None:
         """Delete the oldest parts of other bases, but for those being written, if the disk has no room otherwise. Raises

@@ -269,11 +269,17 @@ def open_file(path: Path, size: int) -> int | None:
     """Open the file of a copy of ``size`` bytes that is to come, with all blocks that arrived before. The file is locked
     until closed; None while another process has it. Raises OSError."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    if lock(file) is Lock.TAKEN:
-        os.close(file)
-        return None
-    os.ftruncate(file, min(os.fstat(file).st_size, size))
-    os.utime(file)
+    try:
+        if taken := lock(file) is Lock.TAKEN:
+            return None
+        os.ftruncate(file, min(os.fstat(file).st_size, size))
+        os.utime(file)
+    except OSError:
+        taken = True  # our next try must find no lock of ours
+        raise
+    finally:
+        if taken:
+            os.close(file)
     return file
 
 
