@@ -20,6 +20,7 @@ from muletrain.runs.measure.probing import MOST as MOST_ECHOED
 from muletrain.runs.measure.probing import PIECES, Echo, Prober
 from muletrain.runtime.averaging.averager import KEPT_BYTES
 from muletrain.runtime.averaging.messages import Shard
+from muletrain.runtime.microbatch.messages import Forward
 from muletrain.wire.codec import encode, encode_raw, encoded_size
 from muletrain.wire.frame import MAX_HEADER, MAX_PAYLOAD, PREFIX, read_frame
 
@@ -82,6 +83,21 @@ def test_tensors_that_no_correct_peer_sends_are_refused_before_they_are_read(sta
                 with pytest.raises(asyncio.IncompleteReadError):
                     await read_frame(stream, door=door)
                 assert stream.read > len(data), f"{frame.kind}: what is expected is read"
+        await ended(target)
+
+    run(scenario)
+
+
+def test_a_forward_whose_tensors_came_while_its_peer_moved_is_refused(tmp_path: Path) -> None:
+    """Its header passed the door of the stage before; activations between stages have one shape, and were accumulated."""
+
+    async def scenario() -> None:
+        target = Target(1, tmp_path, answers=False)
+        await ready(target)
+        frame = frames(1, 3)[0]
+        late = Forward.parse(frame).model_copy(update={"stage": 2, "accumulate": (2,)})
+        with pytest.raises(ProtocolError, match="at a peer of stage 1"):
+            await target.peer._incoming._on_frame("last", late.frame(frame.tensors))
         await ended(target)
 
     run(scenario)

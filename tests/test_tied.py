@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
+from muletrain.clock import LoopClock
 from muletrain.compute.base import Update
 from muletrain.compute.estimate import Offer, stage_memory
 from muletrain.compute.swap.fit import swap_memory
 from muletrain.config.load import load_config
 from muletrain.config.model_sections import ModelConfig
-from muletrain.config.schema import Precision
+from muletrain.config.schema import Codec, Precision
 from muletrain.errors import ConfigError
 from muletrain.model.chain import TiedParameter
 from muletrain.model.make import make_stage, tied_between
 from muletrain.model.spec import ModelSpec
 from muletrain.model.traced.chain import TracedModel
 from muletrain.optim import tied
+from muletrain.optim.tied import Tied
+from muletrain.runtime.averaging.mean_gradient import MeanGradient
 from muletrain.runtime.core.times import AGAIN_S
-from muletrain.runtime.members.row import TiedEntry
+from muletrain.runtime.members.row import RoundEntry, ShardFacts, TiedEntry
+from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.record import StepRecord
 from muletrain.runtime.step.tied import TiedSum
 from muletrain.sim.setting import run_cost
@@ -299,3 +305,40 @@ def test_a_planted_bug_of_tied_weights_is_caught(bug: str, monkeypatch: pytest.M
     else:
         monkeypatch.setattr(Update, "add_tied", lambda self, gradient, begin=0: None)
     assert any(play(world).violations for world in WORLDS[:2])
+
+
+def test_copies_of_tied_parts_go_with_their_step() -> None:
+    """The other stage asks for them in each step, and they stood in no account of memory."""
+    size, limit = 4000, 60_000
+    shared = Tied((0, 1), (((0, size // 2),), ((0, size // 2),)), (size, size))
+
+    async def kept() -> tuple[int, int]:
+        tasks = set[asyncio.Task[Any]]()
+
+        async def offload(work: Any, *args: Any) -> Any:
+            return work(*args)
+
+        def spawn(work: Any, name: str) -> asyncio.Task[Any]:
+            tasks.add(task := asyncio.create_task(work))
+            return task
+
+        plan = SimpleNamespace(alone=False, tied=shared, gradients=Codec.FP16)
+        compute = SimpleNamespace(offload=offload, n_trained=size)
+        ctx: Any = SimpleNamespace(plan=plan, compute=compute, clock=LoopClock(), spawn=spawn)
+        log, gradients = GradientLog(ctx, limit), list[MeanGradient]()
+        for step in range(4):
+            shard = ShardFacts(content=bytes(32), square_norm=1.0, finite=True)
+            about: dict[str, Any] = {"lineage": bytes(32), "step": step, "stage": 0, "round": bytes([step]) * 32}
+            about |= {"members": ("a", "b"), "shards": (shard, shard), "stop": False, "leaves": (), "expelled": ()}
+            gradients.append(MeanGradient(RoundEntry(**about, tied=bytes(32), holder="a"), torch.randn(size)))
+            await gradients[-1].image(ctx, tied=True)
+            log.follow("newcomer", 0)
+            builder: Any = SimpleNamespace(step=step, lineage=bytes(32), record=object)
+            log.add(builder, gradients[-1])
+            while making := [task for task in tasks if not task.done()]:
+                await asyncio.wait(making)
+        copies = [task.result().size for g in gradients[:-1] for task in g._packed.values()]
+        return sum(copies), sum(g.nbytes for g in gradients[:-1])
+
+    held, stated = asyncio.run(kept())
+    assert held == stated > 0
