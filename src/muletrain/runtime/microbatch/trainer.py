@@ -301,6 +301,7 @@ class Trainer:
         roster = self._ctx.roster
         if not roster.knows(peer):
             return True
-        stage = roster.member(peer).stage
-        others, said = {*roster.stage(stage)} - {peer}, self._without[stage]
+        if not (said := self._without[stage := roster.member(peer).stage]):
+            return False
+        others = {*roster.stage(stage)} - {peer}
         return 2 * sum(peer in said[p] for p in others & said.keys()) > len(others)
