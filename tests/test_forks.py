@@ -290,3 +290,10 @@ def test_who_hears_of_two_records_of_as_many_chooses_one() -> None:
     assert went_over(outcome)
     assert not outcome.of(SteppedBack)
     assert outcome.longest < 12.0
+
+
+def test_who_was_cut_off_for_a_moment_follows_those_that_are_further_on() -> None:
+    """One of the two others was a step ahead, and one two steps, without the record: as if there were two records."""
+    outcome = play(Scenario(5, (2, 1), 1, 14, 6, 0.1, (Fault(4.4, "cut", ("peer-0b",), for_s=1.6),)))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert len(outcome.of(StepApplied, "peer-0b")) > 10

@@ -327,8 +327,8 @@ class Exchange:
                 here += row.step == self._state.step
                 # replicas that lost each other have two records
                 gone[self._applied.get(peer, b"")] += row.step > self._state.step
-            most, second = (*sorted(gone.values(), reverse=True), 0, 0)[:2]
-            if (lead := most - max(here, second)) > 1:
+            most, second = (*sorted((n for record, n in gone.items() if record), reverse=True), 0, 0)[:2]
+            if (lead := most + gone[b""] - max(here, second)) > 1:  # who is further on no longer keeps the record
                 break
         return lead > 0
 

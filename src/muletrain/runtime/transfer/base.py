@@ -170,7 +170,11 @@ class BaseStore:
         self._make_room(path, manifest.size)
         file = open_file(path, manifest.size)
         if file is not None:
-            self.manifest(part).write_bytes(manifest.pack())
+            try:
+                self.manifest(part).write_bytes(manifest.pack())
+            except OSError:
+                os.close(file)  # with its lock
+                raise
         return file
 
     def _make_room(self, own: Path, size: int) -> None:
