@@ -226,6 +226,16 @@ def test_a_client_that_loses_its_server_looks_for_another_one_however_old_it_is(
     assert max(e.t for e in outcome.events if isinstance(e, ClientEnlisted)) > 200
 
 
+def test_clients_know_a_server_that_came_within_the_step_in_which_theirs_dies() -> None:
+    """They looked for the dead one for two minutes, and left."""
+    clients = tuple(f"client-{s}{c}" for s in (0, 1) for c in "ab")
+    faults = Fault(3.0, "join", ("peer-1j1",)), Fault(6.0, "kill", ("peer-1a",))
+    outcome = play(Scenario(1, (2, 1), 2, 4, 6, 0.05, faults, clients=clients, sequences=4, slower=20.0))
+    assert outcome.violations == []
+    enlisted = Counter(e.name for e in outcome.of(ClientEnlisted, "peer-1j1"))
+    assert {"client-1a", "client-1b"} <= enlisted.keys()
+
+
 @pytest.mark.slow
 def test_clients_that_come_together_end_up_at_both_servers() -> None:
     """And do not go from one to the other together. Each draws, so it may take several looks."""

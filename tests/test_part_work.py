@@ -116,6 +116,38 @@ def test_a_forward_that_is_withdrawn_while_its_output_is_copied_is_not_kept(monk
     assert not inner._stash._kept
 
 
+def test_a_withdrawn_forward_takes_no_gradient_of_its_part_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same client had computed the part's backward meanwhile, and ended as the server counted it."""
+    facts = reference.facts_of(DELAYED)
+    compute = reference.client_compute(facts, 0)
+    work = PartWork(compute, facts.plan)
+    length = facts.plan.sequence_length(0)
+    inputs = encode_samples(torch.zeros(1, length, dtype=torch.int64))
+    gradient = encode(torch.ones(1, length, facts.plan.width), Codec.FP32)
+    right, held = type(compute).forward, asyncio.Event()
+
+    async def forward(self: Any, mb: Any, first: Any, turn: Any, *rest: Any, **more: Any) -> Any:
+        if turn.priority:  # a forward that waits for its turn
+            await held.wait()
+        return await right(self, mb, first, turn, *rest, **more)
+
+    async def counted() -> Result:
+        await work.begin_anew(0, 0)
+        about: dict[str, Any] = {"index": 0, "generation": 0, "step": 0, "first": 0, "rows": 1, "whole": 1}
+        give = Give(number=0, what=Pass.FORWARD, accumulate=False, **about)
+        task = asyncio.create_task(work.compute(give, [inputs]))
+        await asyncio.sleep(0.5)
+        result, _ = await work.compute(Give(number=1, what=Pass.BACKWARD, accumulate=True, **about), [inputs, gradient])
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await work.settle([1], [])
+        return result
+
+    monkeypatch.setattr(type(compute), "forward", forward)
+    assert not run_virtually(counted(), 100.0, []).problem
+    assert not work.uncounted()
+
+
 def test_activations_of_a_server_that_are_not_finite_end_no_client() -> None:
     """A client of the last stage could not say that its loss was not a number, and ended: so did all of the stage."""
     facts = reference.facts_of(DELAYED)

@@ -303,5 +303,6 @@ class Trainer:
             return True
         if not (said := self._without[stage := roster.member(peer).stage]):
             return False
-        others = {*roster.stage(stage)} - {peer}
-        return 2 * sum(peer in said[p] for p in others & said.keys()) > len(others)
+        against = [p for p, without in said.items() if peer in without and p != peer and roster.is_alive(p)]
+        votes = sum(roster.member(p).stage == stage for p in against)
+        return 2 * votes > len(roster.stage(stage)) - roster.is_alive(peer)

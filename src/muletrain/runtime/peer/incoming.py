@@ -13,7 +13,7 @@ from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.core.times import pause_s
 from muletrain.runtime.members.messages import Suspected
 from muletrain.runtime.members.row import Row, Statements, Sync
-from muletrain.runtime.microbatch.messages import Backward, Forward, Gap, Lost, Room, TrainerDone
+from muletrain.runtime.microbatch.messages import Backward, Forward, Gap, Lost, Room, TrainerDone, Why
 from muletrain.runtime.peer.messages import Presence, Report
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Incoming:
         return furthest > self._position.step
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
-        """Pass on a frame of a member, whose header was checked (``Expected``)."""
+        """Pass on a frame of a member, whose header was checked (``expect``)."""
         await self._membership.acquaint(sender)
         match message := KINDS[frame.kind].parse(frame):
             case Report():
@@ -175,7 +175,8 @@ class Incoming:
         work = at.computing(step)
         if rival or (work is not None and getattr(message, "lineage", work.lineage) != work.lineage):
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
-        of_use = not isinstance(message, Lost | Room)  # a sender of Lost or Room may have gone away
+        away = isinstance(message, Room) or (isinstance(message, Lost) and message.why in (Why.GONE, Why.UNFINITE))
+        of_use = not away  # such a sender may have gone away
         if of_use and self._ctx.detector.mark_back(sender):
             self._microbatches.welcome(sender)
         agreeing = isinstance(message, AGREEING)

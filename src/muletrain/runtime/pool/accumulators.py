@@ -258,17 +258,17 @@ class Accumulators:
         """Wait until the copy is whole, or the client is lost. If the copy takes unusually long, the server itself
         computes the contained parts again. If the server is first, the accumulator is lost. (Another client's
         accumulator might take as long, and so on for ever.) Raises Lost. Ends within ``GONE_S`` without a block."""
-        begin, hedged = self._clock.now(), False
+        begin, hedged, usual_s = self._clock.now(), False, min(GONE_S, self._usual.seconds())
         while not transfer.taking.done():
             quiet_s = self._clock.now() - max(begin, downloader.came)
             if quiet_s >= GONE_S:
                 raise Lost("its accumulator does not come")
-            if not hedged and quiet_s >= self._usual.seconds():
+            if not hedged and quiet_s >= usual_s:
                 hedged = True
                 for part in self._parts.again(client, transfer.wanted.step):
                     self._clients.pool.put_part(part, self._clock.now(), OWN, only=OWN)
                 self._clients.doubt(client)
-            wait_s = (GONE_S if hedged else self._usual.seconds()) - quiet_s
+            wait_s = (GONE_S if hedged else usual_s) - quiet_s
             with contextlib.suppress(DeadlineExceeded):
                 waiting = asyncio.wait({transfer.taking})
                 await self._clock.deadline(waiting, max(PAUSE_S, wait_s), "an accumulator")

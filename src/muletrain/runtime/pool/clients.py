@@ -68,7 +68,8 @@ class _Client:
     answer; ``ready``: version of the weights that the client works with; ``unable``: consecutive parts not computed in
     time; ``results``: numbers of results that came since the last call; ``told``: of those, which it heard of with another
     part; ``hurry``: the call is to be answered at once; ``doubted_at``: when the client's silence was noticed; None: it is
-    heard; ``doubted_after``: number of the last answer before that; ``news``: set when an answer may be different."""
+    heard; ``doubted_after``: number of the last answer before that; ``named``: servers of the last answer that named
+    any; ``news``: set when an answer may be different."""
 
     name: str
     session: int
@@ -82,6 +83,7 @@ class _Client:
     hurry: bool = False
     doubted_at: float | None = None
     doubted_after: int = 0
+    named: tuple[PeerId, ...] = ()
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -174,7 +176,7 @@ class Clients:
                 await self._clock.deadline(client.news.wait(), left_s, "news for a client")
             if self._clients.get(sender) is not client:
                 raise AdmissionError(UNKNOWN)
-        client.served += 1
+        client.served, client.named = client.served + 1, answer.servers or client.named
         return answer
 
     def _member(self, sender: PeerId, ask: Next) -> _Client:
@@ -223,7 +225,8 @@ class Clients:
         """Raises AdmissionError before there are weights, and at the end."""
         if self._digest is None:
             raise AdmissionError("this server does not serve now; try again in some seconds, or another one")
-        pool = self.pool
+        pool, servers = self.pool, self._servers(self.stage)
+        knows = client is None or (ask.version == self._version and client.named == servers)
         numbers = {*ask.parts, *ask.uncounted, *ask.forwards, *client.results} if client is not None else ()
         counts, gone = self.verdicts(sender, numbers) if client is not None else ((), ())
         return Answer(
@@ -231,7 +234,7 @@ class Clients:
             weights=self._digest,
             version=self._version,
             steps=self._steps,
-            servers=self._servers(self.stage) if client is not None and ask.version != self._version else (),
+            servers=() if knows else servers,
             clients=len(self._clients),
             speed=pool.speed(),
             own=pool.own_speed(),

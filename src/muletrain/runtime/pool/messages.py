@@ -56,7 +56,7 @@ class Wanted(Header):
 class Answer(Header):
     """The answer to ``Next``. ``number``: of the answer in the session. ``weights``: digest of the newest weights, the
     ``version``-th of this server, from 1; ``steps``: that compute with them, under delayed updates; ``servers``: all of
-    the stage, with new weights; ``clients``: number here; ``speed``: of the clients together [forward passes of a
+    the stage, if they changed, and with new weights; ``clients``: number here; ``speed``: of the clients together [forward passes of a
     sequence per second]; ``own``: of the server's device; ``helpers``: number of idle clients that could help the server
     to end the step. Of what the client has: ``counts``: results that count; ``gone``: parts, results and forwards that
     are of no use. ``wanted``: the accumulator that the client hands over, until the server has it."""

@@ -277,7 +277,7 @@ class PartWork:
                 compute, mb, what, inputs, seed, accumulate=message.accumulate, here=message.has_forward
             )
         except BaseException:
-            if what is Pass.FORWARD and mb not in self._forwards:  # withdrawn while its output was copied
+            if mb not in self._forwards and mb not in self._computing:  # withdrawn before the end
                 compute.discard(mb)
             raise
         if found:
