@@ -10,13 +10,13 @@ import pytest
 
 from muletrain.clock import LoopClock
 from muletrain.errors import DeadlineExceeded, PeerUnreachable
-from muletrain.events import StepApplied
+from muletrain.events import ReplicaApart, StepApplied
 from muletrain.network.memory import MemoryNetwork
 from muletrain.runtime.averaging.averager import Averager
 from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.core.blocks import AskBlocks
 from proofs.play import play
-from proofs.scenario import FOR_EVER_S, Fault, Scenario
+from proofs.scenario import FOR_EVER_S, SUSPENDED, Fault, Scenario
 from proofs.verdict import Outcome, readable
 
 if TYPE_CHECKING:
@@ -102,6 +102,19 @@ def test_three_replicas_of_which_two_exchange_no_chunks_agree_though_a_microbatc
     slow = replace(world, longer=800.0, slower=800.0, narrow=(("peer-2j0", 69_499.0),), without_data=("peer-2j0",))
     outcome = play(replace(slow, overrides=(*world.overrides, 'pipeline.schedule="gpipe"')))
     assert outcome.violations == [], "\n".join(readable(outcome))
+
+
+def test_a_replica_that_computes_for_minutes_is_not_left_out() -> None:
+    """Each of two replicas left the other one out, and each had its gaps run into the other's accumulator: no end. Found
+    by 'python -m proofs fuzz --kind lie' (seed 13038)."""
+    sleep = Fault(1197.2, "freeze", ("peer-0b",), for_s=2223.9, how=SUSPENDED)
+    seats = tuple(
+        f"pipeline.{s}" for s in ("seats=[['peer-0a', 'peer-0b'], ['peer-1a', 'peer-1b']]", 'schedule="gpipe"')
+    )
+    world = Scenario(13038, (2, 3), 2, 1, 28, 0.0, (sleep,), overrides=seats, stalls=0.01)
+    outcome = play(replace(world, longer=905.9, slower=905.9))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert not [e for e in outcome.events if isinstance(e, ReplicaApart)]
 
 
 @pytest.mark.parametrize("replicas", [2, 3])

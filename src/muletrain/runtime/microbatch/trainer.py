@@ -289,20 +289,19 @@ class Trainer:
 
     def _left_out(self, stages: tuple[int, ...]) -> tuple[PeerId, ...]:
         """Returns peers of ``stages`` that should compute a microbatch only if no other peer can."""
-        said = {s: {p for without in self._without[s].values() for p in without} for s in stages}
-        named = {s: {*filter(self._ignored, peers)} for s, peers in said.items()}
-        # where each replica of a stage goes on without the others, none is better than another
-        some = (ignored for s, ignored in named.items() if not ignored.issuperset(self._ctx.roster.stage(s)))
-        return tuple(sorted(p for ignored in some for p in ignored)[:MAX_WITHOUT])
+        said = {p for s in stages for without in self._without[s].values() for p in without}
+        return tuple(sorted(filter(self._ignored, said))[:MAX_WITHOUT])
 
     def _ignored(self, peer: PeerId) -> bool:
-        """Do most of the stage's other replicas go on without ``peer``? Then the accumulator of ``peer`` is of no
-        use."""
+        """Do most of the stage's other replicas go on without ``peer``? Then the accumulator of ``peer`` is of no use.
+        Where each one is left out by most, the replicas yield to the first one's company (``policy.views``), and so do
+        the trainers: the gaps of one company would come to the accumulators of another, and stay gaps for ever."""
         roster = self._ctx.roster
         if not roster.knows(peer):
             return True
         if not (said := self._without[stage := roster.member(peer).stage]):
             return False
-        against = [p for p, without in said.items() if peer in without and p != peer and roster.is_alive(p)]
-        votes = sum(roster.member(p).stage == stage for p in against)
-        return 2 * votes > len(roster.stage(stage)) - roster.is_alive(peer)
+        live = roster.stage(stage)
+        against = {q: {p for p in live if q in said.get(p, ())} - {q} for q in {peer, *live}}
+        ignored = {q for q, by in against.items() if 2 * len(by) > len(live) - (q in live)}
+        return peer in (said.get(live[0], ()) if live and ignored.issuperset(live) else ignored)

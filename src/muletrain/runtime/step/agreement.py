@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.reruns import Reruns
     from muletrain.runtime.step.state import Lasting, StepState
 
-OF_PATIENCE = 0.75
-"""Share of our patience after which a silent replica is overdue at the latest, and after which we look on no longer. After
-the whole patience we would give up."""
+OF_PATIENCE = 0.5
+"""Share of our patience after which a replica that reports no progress is overdue, and after which we look on no longer:
+the time of two of our questions (``waiting.LOOKS``), so that one answer was heard meanwhile. After the whole patience we
+would give up."""
 
 
 class RoundAgreement:
@@ -165,8 +166,8 @@ class RoundAgreement:
         return self._departure.announced() and (ahead is None or ahead.ledger.sealed)
 
     def _given_s(self) -> float:
-        """The time that replicas have for some progress: as long as steps take [s]."""
-        return min(max(GONE_S, self._lessons.step.seconds()), OF_PATIENCE * self._ctx.news.patience_s)
+        """The time that replicas have for some progress [s]."""
+        return OF_PATIENCE * self._ctx.news.patience_s
 
     def _overdue(self, since: float) -> bool:
         """Have the awaited replicas had their time since ``since``? Yes, if no replica has made progress for as long as
