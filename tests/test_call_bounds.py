@@ -309,6 +309,8 @@ def test_what_a_replica_holds_that_its_stage_goes_on_without_is_run_again(tmp_pa
         assert not ignored("third")
         trainer.on_gap("last", Gap(**gap, without=("third",)))
         assert trainer._left_out((0, 1)) == ("third",), "who leave each other out yield to the first, and so do we"
+        trainer.on_gap("third", Gap(**gap, without=("last",), turn=1))
+        assert trainer._left_out((0, 1)) == ("last",), "a first that gets nowhere loses its turn"
         trainer.on_gap("last", Gap(**gap))
         trainer.on_gap("third", Gap(**gap))
         assert not ignored("last"), "what was said last counts"

@@ -256,7 +256,7 @@ def replicas_apart(cut_s: float) -> Scenario:
 
 def test_two_records_of_one_peer_each_are_no_sign_that_the_run_has_gone_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Roster, "voters", Roster.stage)  # as if nobody else heard them
-    outcome = play(replicas_apart(1.6))
+    outcome = play(replicas_apart(1.75))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert len(went_over(outcome)) == 1
     assert not [e for e in outcome.events if isinstance(e, StateMissed | StateKept)]

@@ -92,8 +92,8 @@ class Trainer:
         """Microbatches that were given out, and whether each is through."""
         self._repairs: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._without: defaultdict[int, dict[PeerId, frozenset[PeerId]]] = defaultdict(dict)
-        """By stage: the peers that each replica does not count on, by the replica's last message."""
+        self._gaps: defaultdict[int, dict[PeerId, Gap]] = defaultdict(dict)
+        """By stage: each replica's last message, which says what replicas it does not count on."""
 
     def spawn(self, work: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
         """Run ``work`` until its end, or until the end of the step."""
@@ -145,7 +145,7 @@ class Trainer:
         """A stage lacks microbatches: run our share again, for all stages that lack the same one. A microbatch still in
         flight follows as soon as it is through."""
         if self._ctx.roster.member(sender).stage == gap.stage:
-            self._without[gap.stage][sender] = frozenset(gap.without)
+            self._gaps[gap.stage][sender] = gap
         for index in gap.indices:
             if not self._is_mine(index, gap.turn) or (gap.early and index not in self._begun):
                 continue
@@ -289,19 +289,22 @@ class Trainer:
 
     def _left_out(self, stages: tuple[int, ...]) -> tuple[PeerId, ...]:
         """Returns peers of ``stages`` that should compute a microbatch only if no other peer can."""
-        said = {p for s in stages for without in self._without[s].values() for p in without}
+        said = {p for s in stages for gap in self._gaps[s].values() for p in gap.without}
         return tuple(sorted(filter(self._ignored, said))[:MAX_WITHOUT])
 
     def _ignored(self, peer: PeerId) -> bool:
         """Do most of the stage's other replicas go on without ``peer``? Then the accumulator of ``peer`` is of no use.
-        Where each one is left out by most, the replicas yield to the first one's company (``policy.views``), and so do
-        the trainers: the gaps of one company would come to the accumulators of another, and stay gaps for ever."""
+        Where most leave each one out, the first one's company counts, as among replicas (``policy.views``), and at the
+        next turn the next one's: else the gaps of one come to the accumulators of another, and stay gaps."""
         roster = self._ctx.roster
         if not roster.knows(peer):
             return True
-        if not (said := self._without[stage := roster.member(peer).stage]):
+        if not (said := self._gaps[stage := roster.member(peer).stage]):
             return False
         live = roster.stage(stage)
-        against = {q: {p for p in live if q in said.get(p, ())} - {q} for q in {peer, *live}}
+        against = {q: {p for p in live if p in said and q in said[p].without} - {q} for q in {peer, *live}}
         ignored = {q for q, by in against.items() if 2 * len(by) > len(live) - (q in live)}
-        return peer in (said.get(live[0], ()) if live and ignored.issuperset(live) else ignored)
+        if live and ignored.issuperset(live):
+            first = live[max(gap.turn for gap in said.values()) % len(live)]
+            return first in said and peer in said[first].without
+        return peer in ignored
