@@ -25,7 +25,7 @@ from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.strategies.swarm import SWARM
 from proofs.hub_lies import LyingClient
 from proofs.play import play
-from proofs.scenario import FOR_EVER_S, Fault, Scenario
+from proofs.scenario import FOR_EVER_S, SUSPENDED, Fault, Scenario
 from proofs.verdict import readable
 from tests import planted
 
@@ -196,6 +196,14 @@ def test_a_stage_that_was_only_away_joins_the_new_branch() -> None:
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.ends["peer-1a"] == "finished"
     assert outcome.of(SteppedBack, "peer-1a")
+
+
+def test_who_waited_for_a_trainer_almost_in_vain_gives_it_time() -> None:
+    """The next look after the trainer came was the last. Found by 'python -m proofs fuzz --kind lie' (seed 14003)."""
+    naps = (("peer-1b", 50.6, 980.5), ("peer-0b", 99.81311, 2806.18885), ("peer-1d", 143.4, 1777.83175))
+    faults = tuple(Fault(at_s, "freeze", (who,), for_s, how=SUSPENDED) for who, at_s, for_s in naps)
+    outcome = play(Scenario(14003, (2, 4), 2, 1, 2, 0.0, faults, longer=318.38629, slower=318.38629))
+    assert outcome.violations == [], "\n".join(readable(outcome))
 
 
 def test_a_replica_too_far_behind_to_be_of_use_soon_counts_as_without_a_state() -> None:

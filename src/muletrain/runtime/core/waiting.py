@@ -48,7 +48,7 @@ class News:
         self.stuck = False
         """Has a stage, or the run, been without peers or trainers for long? Then our own work leads nowhere."""
         self.arriving_s = -math.inf
-        """When a peer was last seen to get nearer to the state that it takes."""
+        """When a peer was last seen to get nearer to the state that it takes, or to come where the run lacked one."""
         self.awaited: Awaited | None = None
         """The present wait, if any."""
 

@@ -79,8 +79,11 @@ class Rollback:
             now, before, trainers = ctx.clock.now(), trainers, len(ctx.roster.trainers())
             since = {s: since.get(s, now) for s in self.without_peers()}
             since_trainer = math.inf if trainers else min(since_trainer, now)
-            ctx.news.stuck = now - min(since_trainer, *since.values(), math.inf) >= ctx.plan.adopt_after_s
-            if ctx.news.stuck:
+            stuck = now - min(since_trainer, *since.values(), math.inf) >= ctx.plan.adopt_after_s
+            if ctx.news.stuck and not stuck:
+                ctx.news.arriving_s = now  # who has come needs time for its work, and may be asked late about that
+            ctx.news.stuck = stuck
+            if stuck:
                 ctx.news.patience_s = JOIN_S
                 if since and self._leads():
                     await self._adopt({s: now - since_s for s, since_s in since.items()})
