@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from muletrain.errors import NetworkError, ProtocolError
-from muletrain.events import CheckpointWritten, StageEmpty, StateKept, SteppedBack
+from muletrain.events import CheckpointWritten, StageEmpty, StateKept, StepApplied, SteppedBack
 from muletrain.policy.assignment import Load, View
 from muletrain.policy.checkpoints import keepers, newest_complete
 from muletrain.runs.view import RunView
@@ -196,6 +196,16 @@ def test_a_stage_that_was_only_away_joins_the_new_branch() -> None:
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.ends["peer-1a"] == "finished"
     assert outcome.of(SteppedBack, "peer-1a")
+
+
+def test_nobody_goes_back_to_what_a_hanging_store_has() -> None:
+    """All let go of their weights, for parts that nobody could read, for ever; the one that had been cut off came back
+    five seconds later. Found by 'python -m proofs fuzz --kind lie' (seed 14382)."""
+    faults = (Fault(1.1, "blackhole", ("peer-1a",), 40.9), Fault(4.2, "disk", ("peer-1a",), FOR_EVER_S, how="hangs"))
+    outcome = play(Scenario(14382, (1, 1, 2), 1, 2, 2, 0.0, faults, checkpoint_every=1, disk_s=0.01))
+    assert not outcome.of(SteppedBack)
+    assert {e.t for e in outcome.of(StepApplied, step=2)} == {42.0}
+    assert next(e.lacks for e in outcome.of(StageEmpty, "peer-0a")).startswith("and no complete checkpoint")
 
 
 def test_who_waited_for_a_trainer_almost_in_vain_gives_it_time() -> None:

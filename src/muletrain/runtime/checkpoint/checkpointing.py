@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,8 @@ class Book:
     """Parts in the place, also of incomplete checkpoints. Used only in the event loop's thread."""
     complete: dict[Key, dict[int, PartFacts]] = field(default_factory=dict)
     """The complete checkpoints at the last read of the place."""
+    looked_s: float = -math.inf
+    """When the place was last read [s, clock]."""
     missed: set[bytes] = field(default_factory=set)
     """Digests of the parts that this peer could get from nowhere when it began anew, whatever manifests say."""
     reached: int = 0
@@ -206,6 +209,7 @@ class Parts:
         """Read which checkpoints in the place are complete. If the store cannot be reached now, the last answer stays."""
         with suppress(OSError):
             self._book.complete = await self._place.disk.call(self._place.complete)
+            self._book.looked_s = self._ctx.clock.now()
 
     def known(self) -> dict[Key, dict[int, PartFacts]]:
         """The parts of all checkpoints that were in the place at the last look."""
@@ -221,6 +225,10 @@ class Parts:
             with suppress(DeadlineExceeded):
                 await self._ctx.clock.deadline(asyncio.shield(self._looking), LAG_S, "the checkpoints' place")
         return self.known()
+
+    def reads(self) -> bool:
+        """Could the place be read lately?"""
+        return self._ctx.clock.now() - self._book.looked_s < GONE_S
 
     async def publish(self, opened: OpenCheckpoint) -> bool:
         """Complete a checkpoint with all parts here. Returns False if parts are gone, to be fetched again. Raises

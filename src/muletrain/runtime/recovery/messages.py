@@ -53,9 +53,9 @@ class StepBack(Message):
 
 class StandsAt(Header):
     """A peer's place in the run's history. ``targets``: other stages that the peer has room for; ``reaches``: stages of
-    which the peer reaches a member. ``parts``: step, lineage, stage and digest of the parts of checkpoints that the peer
-    can read; ``missed``: digests of those that it could get from nowhere. ``began``: the rollback that began the peer's
-    branch, if known."""
+    which the peer reaches a member. ``parts``: step, lineage, stage and digest of the parts of checkpoints in the peer's
+    place; ``reads``: the place could be read lately; ``missed``: digests of the parts that the peer could get from
+    nowhere. ``began``: the rollback that began the peer's branch, if known."""
 
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)]
     step: Natural
@@ -64,6 +64,7 @@ class StandsAt(Header):
     targets: Annotated[tuple[Natural, ...], Field(max_length=4096)]
     reaches: Annotated[tuple[Natural, ...], Field(max_length=4096)] = ()
     parts: Annotated[tuple[tuple[Natural, Digest, Natural, Digest], ...], Field(max_length=MAX_PARTS)]
+    reads: bool = True
     missed: Annotated[tuple[Digest, ...], Field(max_length=4096)] = ()
     began: StepBack | None = None
 
@@ -81,8 +82,8 @@ class StandsAt(Header):
         return Load(self.stage, targets=frozenset(self.targets), parts=frozenset(stage for *_, stage, _ in self.parts))
 
     def readable(self) -> dict[tuple[tuple[int, bytes], int], bytes]:
-        """Returns the digest of each part, by checkpoint and stage."""
-        return {((step, lineage), stage): digest for step, lineage, stage, digest in self.parts}
+        """Returns the digest of each part that the peer can read, by checkpoint and stage."""
+        return {((step, lineage), stage): digest for step, lineage, stage, digest in self.parts if self.reads}
 
 
 class AskStanding(Call[StandsAt]):

@@ -135,7 +135,8 @@ class Rollback:
         # one alone may be a step ahead, or lie; and a false rollback may have led all to an early step
         limit = max(self._book.reached, at.step, min(steps[-1], steps[-2:][0] + 1))
         found = newest_complete(readable, ctx.plan.stages, limit, missed)
-        if found is None and ctx.plan.from_seed:
+        hidden = any(s.parts and not s.reads for s in here.values())  # by a store that hangs
+        if found is None and ctx.plan.from_seed and not hidden:
             found = (0, bytes(32)), ()
         if missing or found is None:
             self._say_what_lacks(missing or lost, found is None)
@@ -161,7 +162,7 @@ class Rollback:
         self._said = stages
         which = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         lacks = (
-            "and there is no complete checkpoint to roll back to: only its own peers, if they come back, have its state"
+            "and no complete checkpoint to roll back to can be read: only its own peers, if they come back, have its state"
             if no_checkpoint
             else "and no other stage can spare a peer with enough memory: let a machine join ('muletrain join')"
         )
@@ -203,6 +204,7 @@ class Rollback:
             targets=tuple(s for s in every if s != stage and self._machine.fits(s)),
             reaches=tuple(s for s in every if s not in unserved),
             parts=tuple(parts[:MAX_PARTS]),
+            reads=self._checkpointing.parts.reads(),
             missed=tuple(sorted(missed)[:MAX_PARTS]),
             began=began,
         )
