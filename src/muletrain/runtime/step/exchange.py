@@ -53,7 +53,7 @@ class Exchange:
         self._spoke: tuple[Certificate | None, StepRecord | None, int] | None = None
         """Our last certificate and record, and the roster's version."""
         self._applied: dict[PeerId, bytes] = {}
-        """Hash of the record that each peer applied, as it says."""
+        """Hash of the record that each peer applied, as it says: by the record or, at the next step, by its lineage."""
         self._at_work: dict[PeerId, frozenset[int]] = {}
         """Microbatches in flight at each peer, or given out by it, as it said last."""
         self._late: dict[PeerId, float] = {}
@@ -71,9 +71,15 @@ class Exchange:
         """Take in the statements in the row of ``peer``, unless known, or made at a stage that ``peer`` has not yet
         introduced itself at."""
         roster = self._ctx.roster
-        if row.version in (0, self.known(peer)) or not roster.knows(peer) or roster.member(peer).stage != row.stage:
+        if not roster.knows(peer) or roster.member(peer).stage != row.stage:
             return
-        self._applied[peer] = b"" if row.said is None else row.said.record
+        if row.step == self._state.step + 1 and row.lineage:
+            self._applied[peer] = row.lineage
+            self._state.builder.follow(peer, row.lineage)
+        if row.version in (0, self.known(peer)):
+            return
+        if row.said is not None and row.said.record:
+            self._applied[peer] = row.said.record
         try:
             if row.said is not None:
                 if row.said.entries and not row.said.record:

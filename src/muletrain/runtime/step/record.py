@@ -22,7 +22,7 @@ from muletrain.runtime.core.times import AGAIN_S
 from muletrain.runtime.members.row import RoundEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from muletrain.clock import Clock
     from muletrain.runtime.members.roster import Roster
@@ -183,6 +183,8 @@ class RecordBuilder:
     """The record that each peer claims to have applied."""
     _claimed_s: dict[str, float] = field(default_factory=dict)
     """When we first heard of each of ``_claims``."""
+    _followed: dict[str, bytes] = field(default_factory=dict)
+    """Hash of the record that made each next step's peer's weights, with or without one of ``_claims``."""
     _certificates: dict[int, dict[str, Certificate]] = field(default_factory=lambda: defaultdict(dict))
     """By stage and peer of that stage."""
     _answers: dict[int, Any] = field(default_factory=dict)
@@ -245,6 +247,11 @@ class RecordBuilder:
             self._claims[peer], self._claimed_s[peer] = record, self.clock.now()
         self._answers.clear()
         return True
+
+    def follow(self, peer: str, hash_: bytes) -> None:
+        """``peer`` is at the next step by the record with ``hash_``, which it may not have made, nor keep."""
+        self._followed[peer] = hash_
+        self._answers.clear()
 
     def trust(self, trusting: bool) -> None:
         """Let a single peer that applied the step be enough, if no asked peer is still at the step."""
@@ -373,7 +380,7 @@ class RecordBuilder:
             self._undecided.pop(stage, None)
         elif self.clock.now() - self._undecided.setdefault(stage, self.clock.now()) >= patience_s:
             most = possible
-        return min(most, key=lambda k: (-len(k.holders), min(k.holders), k.facts.round), default=None)
+        return preferred(most) if most else None
 
     def _counts(self, stage: int) -> StageEntry | None:
         """The round of ``stage`` that counts, by attestations or by certificates."""
@@ -430,23 +437,28 @@ class RecordBuilder:
         return None
 
     def _claimed(self) -> tuple[tuple[StageEntry, ...], float]:
-        """The record that most claiming peers applied, if two peers did, or all that can be asked; else empty."""
-        if not self._claims:
-            return (), 0.0
+        """The record that most claiming peers applied, if two peers did, or all that can be asked; else empty. Where
+        two records are claimed, peers that follow one of them count, too."""
+        claims = {peer: claim.hash for peer, claim in self._claims.items()}
+        disputed = len({*claims.values()}) > 1
+        most, count = said_by_most([*({**self._followed, **claims} if disputed else claims).values()])
         others = sum(len(self.live.stage(stage)) for stage in range(self.stages)) - 1
-        hashes = Counter(claim.hash for claim in self._claims.values())
-        most, count = min(hashes.items(), key=lambda item: (-item[1], item[0]))
         unknown = [stage for stage in range(self.stages) if self._counts(stage) is None] or self.tied
         alone = self._trusting or not any(map(self.live.stage, unknown))  # no other peer could tell us
-        if 2 * count <= len(self._claims) or count < (1 if alone else min(2, others)):
+        if count < (1 if alone else min(2, others)):
             return (), 0.0
-        return next((claim.stages, claim.product) for claim in self._claims.values() if claim.hash == most)
+        return next(((c.stages, c.product) for c in self._claims.values() if c.hash == most), ((), 0.0))
 
 
 def said_by_most(said: Sequence[T]) -> tuple[T | None, int]:
     """What more than half of the words say, if any, and how many those are."""
     most, count = max(Counter(said).items(), key=lambda item: item[1], default=(None, 0))
     return (most, count) if 2 * count > len(said) else (None, 0)
+
+
+def preferred(rounds: Iterable[Attested]) -> Attested:
+    """The round with most holders; ties: the lowest holder's."""
+    return min(rounds, key=lambda k: (-len(k.holders), min(k.holders), k.facts.round))
 
 
 def held_by_most(rounds: list[Attested], voters: Collection[str], tie: int = 0) -> list[Attested]:
