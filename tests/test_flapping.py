@@ -54,10 +54,10 @@ def test_half_of_a_stage_speaks_for_the_rest_before_a_minute_is_over(seed: int) 
 
 
 @pytest.mark.parametrize("seed", [7654, 7680, 7663])
-def test_a_third_replica_decides_between_two_that_lost_each_other(seed: int) -> None:
-    """7654, 7680: two replicas each held a round of their own, and the third asked in vain for microbatches that they had:
-    the run was lost after six minutes. 7663: two replicas each applied a record of their own; the third had taken the
-    state of one, and the next stage did not see that this decides (104 s)."""
+def test_two_replicas_that_lost_each_other_do_not_wait_for_the_third_for_ever(seed: int) -> None:
+    """7654, 7680: each held a round of its own, and the third asked in vain for microbatches that they had: the run was
+    lost after six minutes. 7663: each applied a record of its own; the third had taken the state of one, and the next
+    stage did not see that this decides (104 s)."""
     outcome = play(draw(seed, "flapping links"))
     assert outcome.violations == []
     assert outcome.stood_s <= outcome.scenario.bound_s

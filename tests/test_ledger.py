@@ -138,6 +138,21 @@ def test_half_of_the_replicas_speak_for_a_stage_whose_others_say_nothing_for_lon
         assert (builder.record() is not None) == counts
 
 
+def test_two_that_lost_each_other_do_not_wait_for_a_third_for_ever() -> None:
+    """Each has a round of its own, so none will have most."""
+    for members, counts in ((THREE, True), (("a", "b", "c", "d"), False)):
+        alive = Alive(("a",), members)
+        builder = alive.builder()
+        for holder in "ba":
+            builder.add(entry(1, holder, (holder,), round=holder.encode() * 32))
+        assert builder.round_of(1) is None
+        alive.now_s = PATIENCE.seconds() - 1
+        assert builder.round_of(1) is None, "the third may still attest to one of them"
+        alive.now_s += 1
+        found = builder.round_of(1)
+        assert (found is not None and found.round == b"a" * 32) == counts
+
+
 def test_a_round_counts_when_no_live_member_lacks_it_and_most_replicas_attest_to_it() -> None:
     both = (("a",), PAIR)
     assert record(entry(0), live=both) is None, "no word of stage 1"
@@ -242,6 +257,14 @@ def test_a_past_step_is_as_most_say_that_applied_it_if_they_are_two() -> None:
     assert builder.record() == right
     with pytest.raises(ProtocolError, match="instead of 2"):
         builder.claim("d", true[:1], right.hash)
+    builder = Alive(THREE, ("d", "e")).builder()
+    builder.follow("c", right.hash)
+    assert builder.claim("a", true, right.hash)
+    assert builder.record() is None, "one may lie, also to another that follows it"
+    assert builder.claim("b", false, wrong.hash)
+    assert builder.record() == right, "of two records the one that more follow"
+    builder.follow("d", wrong.hash)
+    assert builder.record() is None
     alone = Alive(("me",), ("b",)).builder()
     alone.claim("b", true, right.hash)
     assert alone.record() is not None, "nobody else lives"

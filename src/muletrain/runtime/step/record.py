@@ -22,7 +22,7 @@ from muletrain.runtime.core.times import AGAIN_S
 from muletrain.runtime.members.row import RoundEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from muletrain.clock import Clock
     from muletrain.runtime.members.roster import Roster
@@ -150,11 +150,11 @@ class RecordBuilder:
 
     Nothing is signed, so a peer is believed about itself alone: the sender of an entry is its holder. A round counts if
     it is complete and more than half of its stage's replicas attest to it; live replicas that do not abstain and all
-    holders vote. If all voters have attested for a while and no round has a majority, the round with most holders
-    counts (ties: the lowest holder's), since replicas that lost sight of each other may hold different rounds. A round
-    that only dead peers hold counts only if there is no other: perhaps no peer has its gradient any more. Peers with
-    the same view of live peers choose the same round. With different views, lineages may part and meet again
-    (``runtime.recovery.forks``).
+    holders vote. If all voters, or most while the rest stays silent, have attested for a while and no round has a
+    majority, the round with most holders counts (ties: the lowest holder's), since replicas that lost sight of each
+    other may hold different rounds. A round that only dead peers hold counts only if there is no other: perhaps no peer
+    has its gradient any more. Peers with the same view of live peers choose the same round. With different views,
+    lineages may part and meet again (``runtime.recovery.forks``).
 
     Where two stages share parameters, a product also has to count: more than half of both stages' voting replicas state
     the product for the two rounds that count.
@@ -250,8 +250,9 @@ class RecordBuilder:
 
     def follow(self, peer: str, hash_: bytes) -> None:
         """``peer`` is at the next step by the record with ``hash_``, which it may not have made, nor keep."""
-        self._followed[peer] = hash_
-        self._answers.clear()
+        if self._followed.get(peer) != hash_:
+            self._followed[peer] = hash_
+            self._answers.clear()
 
     def trust(self, trusting: bool) -> None:
         """Let a single peer that applied the step be enough, if no asked peer is still at the step."""
@@ -375,12 +376,14 @@ class RecordBuilder:
         if voters <= attesting:
             possible, patience_s = whole, AGAIN_S
         else:  # a long silent voter may never attest; but fewer than half do not speak for the rest
-            possible, patience_s = held_by_most(whole, voters, tie=1), max(AGAIN_S, self.patience())
+            parted = 2 * len(voters & attesting) > len(voters)
+            possible = held_by_most(whole, voters, tie=1) or (whole if parted else [])
+            patience_s = max(AGAIN_S, self.patience())
         if most or not possible:
             self._undecided.pop(stage, None)
         elif self.clock.now() - self._undecided.setdefault(stage, self.clock.now()) >= patience_s:
             most = possible
-        return preferred(most) if most else None
+        return min(most, key=lambda k: (-len(k.holders), min(k.holders), k.facts.round), default=None)
 
     def _counts(self, stage: int) -> StageEntry | None:
         """The round of ``stage`` that counts, by attestations or by certificates."""
@@ -454,11 +457,6 @@ def said_by_most(said: Sequence[T]) -> tuple[T | None, int]:
     """What more than half of the words say, if any, and how many those are."""
     most, count = max(Counter(said).items(), key=lambda item: item[1], default=(None, 0))
     return (most, count) if 2 * count > len(said) else (None, 0)
-
-
-def preferred(rounds: Iterable[Attested]) -> Attested:
-    """The round with most holders; ties: the lowest holder's."""
-    return min(rounds, key=lambda k: (-len(k.holders), min(k.holders), k.facts.round))
 
 
 def held_by_most(rounds: list[Attested], voters: Collection[str], tie: int = 0) -> list[Attested]:

@@ -174,7 +174,8 @@ class Reduction:
         if 2 * len({*without_us} - state.committed()) > len(live):
             ctx.emit(RoundGivenUp(step=state.step + 1))
             work.gave_way = True
-            self._reruns.drop()
+            ctx.compute.clear(state.step)
+            work.ledger.reopen(keep=False)
             work.ledger.seal()
 
     async def _ask_progress(self) -> None:

@@ -15,7 +15,7 @@ from muletrain.policy.recent import Recent
 from muletrain.runtime.averaging.averager import Averager
 from muletrain.runtime.averaging.rounds import usual_round
 from muletrain.runtime.core.times import AGAIN_S
-from muletrain.runtime.step.record import Certificate, RecordBuilder, preferred
+from muletrain.runtime.step.record import Certificate, RecordBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
@@ -274,11 +274,9 @@ class StepState:
 
     def holders(self) -> list[RoundEntry]:
         """The believed attestations of live replicas to rounds of this step."""
-        roster, rounds, long_ago_s = self._ctx.roster, self._rounds(), self._long_ago_s()
-        lead = self.builder.applied(roster.own.stage, long_ago_s)
-        if rounds and long_ago_s > -math.inf and self._others() <= {m for r in rounds for m in r.holders}:
-            lead += [preferred(rounds).entry]
-        attesting = [e for r in rounds if self._believed(r, lead) for _, e in sorted(r.holders.items())]
+        roster = self._ctx.roster
+        applied, rounds = self.builder.applied(roster.own.stage, self._long_ago_s()), self._rounds()
+        attesting = [e for r in rounds if self._believed(r, applied) for _, e in sorted(r.holders.items())]
         return [e for e in attesting if roster.is_alive(e.holder)]
 
     def committed(self) -> set[PeerId]:
@@ -318,21 +316,16 @@ class StepState:
         long_ago_s = now - self._lessons.step.seconds()
         return long_ago_s if self._done[1] <= long_ago_s else -math.inf
 
-    def _others(self) -> set[PeerId]:
-        """The other live replicas that do not abstain."""
-        stage = self._ctx.roster.own.stage
-        return {*self._ctx.roster.stage(stage)} - self.builder.abstaining[stage] - {self._ctx.net.peer_id}
-
-    def _believed(self, round_: Attested, lead: Collection[StageEntry]) -> bool:
+    def _believed(self, round_: Attested, applied: Collection[StageEntry]) -> bool:
         """We know a round of ours by its shards. A round without us counts if most of the other replicas attest to it;
-        a single other replica is enough. So does a round in ``lead``, which replicas applied (``RecordBuilder.applied``),
-        or which is preferred where each of the others attests to one: if each waited for the next one's word, none would
-        be most."""
+        a single other replica is enough. So does a round in ``applied`` (``RecordBuilder.applied``): if
+        each of the others waited for the next one's word, none would be most."""
         if self.takes_part(round_.facts):
             return self._contradiction(round_.facts) is None
-        holders = round_.holders.keys()
-        most = 2 * len(holders) > len(self._others() | holders)
-        return (most or round_.entry in lead) and not self.unsealed(round_)
+        stage, me, holders = self._ctx.roster.own.stage, self._ctx.net.peer_id, round_.holders.keys()
+        others = (set(self._ctx.roster.stage(stage)) | holders) - self.builder.abstaining[stage] - {me}
+        most = 2 * len(holders) > len(others | holders)
+        return (most or round_.entry in applied) and not self.unsealed(round_)
 
     def _contradiction(self, entry: RoundEntry) -> str | None:
         """Why a round that names us cannot be as its holder says; None: no contradiction. Until we have reduced our
