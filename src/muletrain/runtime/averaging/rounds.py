@@ -7,7 +7,9 @@ time. So a member is judged by the arrival of any message, and by its own answer
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
@@ -68,12 +70,15 @@ class Round:
 
     def chunks(self, owner: PeerId) -> list[tuple[int, tuple[int, int]]]:
         """(chunk number, element range) of the shard that ``owner`` reduces, if any. Numbers are unique in the round."""
-        if owner not in self.owners:
-            return []
-        shards = [chunk_ranges(a, b, self.chunk) for a, b in shard_ranges(self.n_trained, len(self.owners))]
-        k = self.owners.index(owner)
-        first = sum(len(s) for s in shards[:k])
-        return list(enumerate(shards[k], start=first))
+        return self._chunks.get(owner, [])
+
+    @cached_property
+    def _chunks(self) -> dict[PeerId, list[tuple[int, tuple[int, int]]]]:
+        shards, numbers = shard_ranges(self.n_trained, len(self.owners)), itertools.count()
+        return {
+            owner: [(next(numbers), span) for span in chunk_ranges(a, b, self.chunk)]
+            for owner, (a, b) in zip(self.owners, shards, strict=True)
+        }
 
 
 class Attendance:
