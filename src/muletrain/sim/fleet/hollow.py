@@ -44,13 +44,15 @@ PARAMS = BLOCKS * BLOCK
 
 
 class HollowCompute:
-    """Computes nothing, and never waits for its slot; see ``Compute``. Every microbatch has the same gradient.
-    ``ending_s``: see ``StageCost``."""
+    """Computes nothing, and never waits for its slot; see ``Compute``. Every microbatch has the same gradient, so without
+    clients (``pooled``) all peers may share one mean gradient. ``ending_s``: see ``StageCost``."""
 
     parts, skipped, layout = 1, 0, FlatLayout.of({})
 
-    def __init__(self, stage: int, stages: int, clock: Clock, ending_s: float, *, delayed: bool) -> None:
-        self.stage, self.stages, self.delayed = stage, stages, delayed
+    def __init__(
+        self, stage: int, stages: int, clock: Clock, ending_s: float, *, delayed: bool, pooled: bool = True
+    ) -> None:
+        self.stage, self.stages, self.delayed, self._pooled = stage, stages, delayed, pooled
         self.n_params = self.n_trained = PARAMS
         self.lends = self.by_block = False
         self.jobs = Jobs(clock.now)
@@ -116,7 +118,7 @@ class HollowCompute:
         return torch.full((1,), self._sums[step]).expand(PARAMS)  # nobody writes into it
 
     async def room(self, numbers: int) -> Tensor:
-        return _room(numbers)
+        return torch.empty(numbers) if self._pooled or numbers != PARAMS else _mean_gradient()
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
         turn.begins()
@@ -176,9 +178,9 @@ def _encoded(value: float, numbers: int, codec: Codec) -> Encoded:
 
 
 @cache
-def _room(numbers: int) -> Tensor:
-    """The mean gradients of all peers: they are equal, and 1,000 of them would be gigabytes."""
-    return torch.empty(numbers)
+def _mean_gradient() -> Tensor:
+    """Room for the mean gradients of all peers: 1,000 of them would be gigabytes."""
+    return torch.empty(PARAMS)
 
 
 @lru_cache(64)

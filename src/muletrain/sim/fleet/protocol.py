@@ -259,7 +259,8 @@ class Actors(VirtualHost):
                 self._changed()
                 await self.clock.sleep(fetch_s(self._setting, k, stage, self._serving()[stage]))
             ending_s = self._setting.ending_s(stage, (k,)) + exchange_s(self._setting, self._serving(), stage)
-            hollow = HollowCompute(stage, self.plan.stages, self.clock, ending_s, delayed=self.plan.delayed)
+            delayed, pooled = self.plan.delayed, self.plan.strategy.pooled
+            hollow = HollowCompute(stage, self.plan.stages, self.clock, ending_s, delayed=delayed, pooled=pooled)
             compute = PacedCompute(hollow, self.clock, kind.forward_s[stage], kind.backward_s[stage])
             note, tasks, draw = partial(self.note, name), Tasks(InlineExecutor()), random.Random(name)
             ctx = Context.at_stage(network, self.clock, compute, roster, self.plan, note, tasks, draw)
