@@ -142,7 +142,7 @@ class Reruns:
         """Have the trainers run ``gaps`` for this stage alone, until all are filled. Raises MuletrainError when the
         gaps are never filled; Behind and LeftOut. Repeat the request to the responsible trainers, as their view may
         have changed. Further trainers would begin the same work, so their turn comes only when no peer works on the
-        gaps any more, or when none was filled for as long as a full queue takes. Ends after
+        gaps any more, and no trainer waits for room for them, or when none was filled for as long as a full queue takes. Ends after
         ``microbatch/dispatcher._from`` and ``microbatch/position.still_missing`` of a trainer, which repairs the gaps."""
         ctx, begin = self._ctx, self._ctx.clock.now()
         self._filled_most, turn, filled, since_s = 0, 0, 0, begin
@@ -165,7 +165,7 @@ class Reruns:
                 if tries >= MAX_SILENCE and self._waits.hopeless(begin, times=2):
                     break
                 answers = await self._exchange.ask_everyone()
-            under_way = self._ledger.in_flight.union(*(p.in_flight for p in answers if not p.late))
+            under_way = self._ledger.in_flight.union(*({*p.in_flight, *p.given} for p in answers if not p.late))
             now_s = ctx.clock.now()
             if self._filled_most > filled:
                 filled, since_s = self._filled_most, now_s
