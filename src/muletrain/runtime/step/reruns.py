@@ -142,8 +142,9 @@ class Reruns:
         """Have the trainers run ``gaps`` for this stage alone, until all are filled. Raises MuletrainError when the
         gaps are never filled; Behind and LeftOut. Repeat the request to the responsible trainers, as their view may
         have changed. Further trainers would begin the same work, so their turn comes only when no peer works on the
-        gaps any more, and no trainer waits for room for them, or when none was filled for as long as a full queue takes. Ends after
-        ``microbatch/dispatcher._from`` and ``microbatch/position.still_missing`` of a trainer, which repairs the gaps."""
+        gaps any more and no trainer waits for room for them, or when none was filled for as long as a full queue takes.
+        Ends after ``microbatch/dispatcher._from`` and ``microbatch/position.still_missing`` of a trainer, which repairs
+        the gaps."""
         ctx, begin = self._ctx, self._ctx.clock.now()
         self._filled_most, turn, filled, since_s = 0, 0, 0, begin
         what = f"{plural(len(gaps), 'microbatch')} that {'is' if len(gaps) == 1 else 'are'} run again"
