@@ -137,7 +137,7 @@ def played(peers: int, event: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--peers", type=int, nargs="+", default=[16, 64, 256, 1000])
     parser.add_argument("--events", nargs="+", choices=EVENTS, default=EVENTS[:1])
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
     options = parser.parse_args()

@@ -25,3 +25,19 @@ def growth(results: dict[str, Any], key: str) -> float:
     """Of a steady step's ``key`` for each peer, from 64 peers to most peers."""
     steady = {r["peers"]: r[key] for r in results["plays"] if r["event"] == "steady"}
     return float(steady[max(steady)] / steady[64])
+
+
+def within(results: dict[str, Any]) -> float:
+    """A steady step's seals and attestations for each of most peers."""
+    most = max(r["peers"] for r in results["plays"])
+    return sum(_steady(results, most)["kinds"][kind] for kind in ("seal", "entry"))
+
+
+def others(results: dict[str, Any], peers: int) -> float:
+    """A steady step's messages for each of ``peers`` but for seals and attestations."""
+    steady = _steady(results, peers)
+    return float(steady["messages"] - sum(steady["kinds"][kind] for kind in ("seal", "entry")))
+
+
+def _steady(results: dict[str, Any], peers: int) -> dict[str, Any]:
+    return next(r for r in results["plays"] if (r["peers"], r["event"]) == (peers, "steady"))
