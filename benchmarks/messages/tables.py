@@ -30,7 +30,7 @@ def growth(results: dict[str, Any], key: str) -> float:
 def within(results: dict[str, Any]) -> float:
     """A steady step's seals and attestations for each of most peers."""
     most = max(r["peers"] for r in results["plays"])
-    return sum(_steady(results, most)["kinds"][kind] for kind in ("seal", "entry"))
+    return float(sum(_steady(results, most)["kinds"][kind] for kind in ("seal", "entry")))
 
 
 def others(results: dict[str, Any], peers: int) -> float:
@@ -40,4 +40,5 @@ def others(results: dict[str, Any], peers: int) -> float:
 
 
 def _steady(results: dict[str, Any], peers: int) -> dict[str, Any]:
-    return next(r for r in results["plays"] if (r["peers"], r["event"]) == (peers, "steady"))
+    found: dict[str, Any] = next(r for r in results["plays"] if (r["peers"], r["event"]) == (peers, "steady"))
+    return found
