@@ -199,7 +199,7 @@ def test_a_stage_that_was_only_away_joins_the_new_branch() -> None:
 
 
 def test_nobody_goes_back_to_what_a_hanging_store_has() -> None:
-    """All let go of their weights, for parts that nobody could read, for ever; the one that had been cut off came back
+    """All peers dropped their weights, and waited for parts that nobody could read. The peer that was cut off came back
     five seconds later. Found by 'python -m proofs fuzz --kind lie' (seed 14382)."""
     faults = (Fault(1.1, "blackhole", ("peer-1a",), 40.9), Fault(4.2, "disk", ("peer-1a",), FOR_EVER_S, how="hangs"))
     outcome = play(Scenario(14382, (1, 1, 2), 1, 2, 2, 0.0, faults, checkpoint_every=1, disk_s=0.01))

@@ -262,7 +262,7 @@ def test_a_past_step_is_as_most_say_that_applied_it_if_they_are_two() -> None:
     assert builder.claim("a", true, right.hash)
     assert builder.record() is None, "one may lie, also to another that follows it"
     assert builder.claim("b", false, wrong.hash)
-    assert builder.record() == right, "of two records the one that more follow"
+    assert builder.record() == right, "more peers follow this one"
     builder.follow("d", wrong.hash)
     assert builder.record() is None
     alone = Alive(("me",), ("b",)).builder()

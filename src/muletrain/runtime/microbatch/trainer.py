@@ -293,18 +293,23 @@ class Trainer:
         return tuple(sorted(filter(self._ignored, said))[:MAX_WITHOUT])
 
     def _ignored(self, peer: PeerId) -> bool:
-        """Do most of the stage's other replicas go on without ``peer``? Then the accumulator of ``peer`` is of no use.
-        Where most leave each one out, the first one's company counts, as among replicas (``policy.views``), and at the
+        """Is the accumulator of ``peer`` of no use, because most of the stage's other replicas go on without ``peer``? If
+        that holds for each replica, the first one's company counts, as among replicas (``policy.views``), and at the
         next turn the next one's: else the gaps of one come to the accumulators of another, and stay gaps."""
         roster = self._ctx.roster
         if not roster.knows(peer):
             return True
-        if not (said := self._gaps[stage := roster.member(peer).stage]):
+        if not self._outvoted(peer):
             return False
-        live = roster.stage(stage)
-        against = {q: {p for p in live if p in said and q in said[p].without} - {q} for q in {peer, *live}}
-        ignored = {q for q, by in against.items() if 2 * len(by) > len(live) - (q in live)}
-        if live and ignored.issuperset(live):
-            first = live[max(gap.turn for gap in said.values()) % len(live)]
-            return first in said and peer in said[first].without
-        return peer in ignored
+        live, said = roster.stage(stage := roster.member(peer).stage), self._gaps[stage]
+        if not live or not all(map(self._outvoted, live)):
+            return True
+        first = live[max(gap.turn for gap in said.values()) % len(live)]
+        return first in said and peer in said[first].without
+
+    def _outvoted(self, peer: PeerId) -> bool:
+        """Do most of the stage's other live replicas go on without ``peer``?"""
+        stage = self._ctx.roster.member(peer).stage
+        live, said = self._ctx.roster.stage(stage), self._gaps[stage]
+        votes = sum(p != peer and p in said and peer in said[p].without for p in live)
+        return 2 * votes > len(live) - (peer in live)

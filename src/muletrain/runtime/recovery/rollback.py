@@ -81,7 +81,7 @@ class Rollback:
             since_trainer = math.inf if trainers else min(since_trainer, now)
             stuck = now - min(since_trainer, *since.values(), math.inf) >= ctx.plan.adopt_after_s
             if ctx.news.stuck and not stuck:
-                ctx.news.arriving_s = now  # who has come needs time for its work, and may be asked late about that
+                ctx.news.arriving_s = now  # the peer that came needs time for its work
             ctx.news.stuck = stuck
             if stuck:
                 ctx.news.patience_s = JOIN_S
