@@ -208,6 +208,44 @@ def test_nobody_goes_back_to_what_a_hanging_store_has() -> None:
     assert next(e.lacks for e in outcome.of(StageEmpty, "peer-0a")).startswith("and no complete checkpoint")
 
 
+@pytest.mark.parametrize(
+    "world",
+    [
+        Scenario(
+            0,
+            (2, 3),
+            2,
+            2,
+            1,
+            0.0,
+            (
+                Fault(0.4, "freeze", ("peer-1c",), for_s=10.5, how=SUSPENDED),
+                Fault(0.6, "freeze", ("peer-1b",), for_s=6.8, how=SUSPENDED),
+                Fault(1.3, "freeze", ("peer-0b",), for_s=32.8, how=SUSPENDED),
+                Fault(1.5, "join", ("peer-1n",)),
+            ),
+        ),
+        Scenario(
+            0,
+            (3, 3, 2),
+            8,
+            2,
+            2,
+            0.0,
+            (
+                Fault(0.2, "freeze", ("peer-1b",), for_s=12.6, how=SUSPENDED),
+                Fault(0.3, "freeze", ("peer-0c",), for_s=23.0, how=SUSPENDED),
+                Fault(0.7, "freeze", ("peer-2b",), for_s=16.7, how=SUSPENDED),
+            ),
+        ),
+    ],
+)
+def test_machines_that_wake_after_the_run_has_ended_at_two_steps_end_together(world: Scenario) -> None:
+    """The only peer of a stage is at the next step, by a record whose gradient at the other stage ended with the run."""
+    outcome = play(world)
+    assert outcome.violations == [], "\n".join(readable(outcome))
+
+
 def test_who_waited_for_a_trainer_almost_in_vain_gives_it_time() -> None:
     """The next look after the trainer came was the last. Found by 'python -m proofs fuzz --kind lie' (seed 14003)."""
     naps = (("peer-1b", 50.6, 980.5), ("peer-0b", 99.81311, 2806.18885), ("peer-1d", 143.4, 1777.83175))
