@@ -177,6 +177,21 @@ def test_a_part_that_no_disk_gives_costs_a_checkpoint_and_not_the_run(monkeypatc
     assert {e.to for e in outcome.of(SteppedBack)} == {3, 2}
 
 
+def test_a_run_that_goes_back_in_vain_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went back to the same checkpoint every 68 seconds, without end."""
+
+    def read_part(self: Folder, key: Key, stage: int) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Folder, "read_part", read_part)
+    lost = Fault(5.0, "kill", ("peer-1a",))
+    outcome = play(Scenario(101, (2, 1, 2), 2, 8, 6, 0.01, (lost,), given_weights=True, **QUICK))
+    assert len(outcome.of(SteppedBack, "peer-0a")) > 2
+    for peer in ("peer-0a", "peer-0b", "peer-2a", "peer-2b"):
+        assert outcome.ends[peer].startswith("15 minutes after its first rollback, the run has no checkpoint")
+    assert outcome.virtual_s < 1000
+
+
 @pytest.mark.parametrize("stages", [(1, 2), (2, 2), (1, 1, 2)])
 def test_the_stage_of_the_coordinator_is_lost_and_the_checkpoint_is_not(stages: tuple[int, ...]) -> None:
     """Each peer has a place of its own, and the coordinator has whole checkpoints in its."""

@@ -30,6 +30,7 @@ from muletrain.policy.deadline import CEILING_S
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady, largest_part
 from muletrain.runtime.checkpoint.store import Key, PartFacts
 from muletrain.runtime.core.blocks import HEADERS, StateImage
+from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.times import GONE_S, LAG_S, LOOK_S, pause_s
 from muletrain.wire.statefile import StateBuffers
 
@@ -75,6 +76,8 @@ class Book:
     """Digests of the parts that this peer could get from nowhere when it began anew, whatever manifests say."""
     reached: int = 0
     """The furthest step that this peer has come to."""
+    back_s: float = math.inf
+    """When the run first went back since this peer's last step [s, clock]."""
 
 
 class Roles:
@@ -207,9 +210,13 @@ class Parts:
 
     async def look(self) -> None:
         """Read which checkpoints in the place are complete. If the store cannot be reached now, the last answer stays."""
+        book = self._book
         with suppress(OSError):
-            self._book.complete = await self._place.disk.call(self._place.complete)
-            self._book.looked_s = self._ctx.clock.now()
+            book.complete = await self._place.disk.call(self._place.complete)
+            book.looked_s = self._ctx.clock.now()
+            for key in list(book.parts):  # whose end we slept through: the publisher of a later one has removed these
+                if any(k.step > key.step and branch_of(k.lineage) >= branch_of(key.lineage) for k in book.complete):
+                    del book.parts[key]
 
     def known(self) -> dict[Key, dict[int, PartFacts]]:
         """The parts of all checkpoints that were in the place at the last look."""

@@ -4,6 +4,7 @@ the run."""
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
@@ -54,13 +55,14 @@ class Arrival:
     ) -> None:
         self._ctx, self._position, self._life, self._runner = ctx, position, position.life, runner
         self._membership, self._receiver, self._forks = membership, receiver, forks
-        self._checkpointing, self._missed = checkpointing, checkpointing.book.missed
+        self._checkpointing, self._book = checkpointing, checkpointing.book
         self._microbatches = microbatches
         self._pursuits = self._stays = 0
 
     def caught_up(self) -> None:
         """A step went through with this peer."""
         self._pursuits = self._stays = 0
+        self._book.back_s = math.inf
 
     async def join(self) -> None:
         """Come as a newcomer, with a replica's state."""
@@ -73,26 +75,31 @@ class Arrival:
         ``Plan.adopt_after_s`` and ``JOIN_S``. Raises MuletrainError."""
         ctx, branch = self._ctx, branch_of(back.lineage)
         begun = ctx.clock.now()
+        self._book.back_s = min(self._book.back_s, begun)
         ctx.spawn(self._membership.introduce(), "introduce")
 
         def acceptable(offer: Snapshot) -> bool:
             return branch_of(offer.lineage) >= branch
 
         digest = back.parts[ctx.roster.own.stage] if back.parts else b""
-        self._missed.discard(digest)
+        self._book.missed.discard(digest)
         for attempt in itertools.count() if back.parts else ():
             try:
                 await ctx.compute.load_state(await self._checkpointing.parts.base(back.key, digest))
                 break
             except MuletrainError as e:  # the part's holders may be beginning anew, too
-                took_s = ctx.clock.now() - begun
-                hopeless = took_s > ctx.plan.adopt_after_s + JOIN_S
-                if hopeless or (attempt % 2 and await self._receiver.has_donor(acceptable)):
+                now = ctx.clock.now()
+                hopeless = now - self._book.back_s > ctx.plan.adopt_after_s + JOIN_S
+                if (hopeless or attempt % 2) and await self._receiver.has_donor(acceptable):
                     ctx.emit(StateMissed(reason=str(e)))
                     return await self._take_state(acceptable)
-                if attempt and took_s > GONE_S and digest not in self._missed:
+                if hopeless:
+                    raise MuletrainError(
+                        f"{JOIN_S / 60:.0f} minutes after its first rollback, the run has no checkpoint whose parts can all be read: {e}"
+                    ) from e
+                if attempt and now - begun > GONE_S and digest not in self._book.missed:
                     ctx.emit(StateMissed(reason=str(e)))
-                    self._missed.add(digest)
+                    self._book.missed.add(digest)
                     self._say(away=True)
             await ctx.clock.sleep(pause_s(attempt))
         await self._runner.rejoin(Chain(back.step, (back.lineage,)))
