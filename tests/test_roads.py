@@ -186,6 +186,25 @@ def test_a_relays_links_carry_what_it_relays() -> None:
     virtually(scenario())
 
 
+@pytest.mark.timeout(60)
+def test_a_stream_ends_with_its_relays_link_also_when_the_cut_is_over_that_it_went_around() -> None:
+    """It stood for two minutes: the sender was told nothing (fuzz --kind 'slow store', seed 107081)."""
+
+    async def scenario() -> None:
+        w = World({"a": Road(8 * MBPS, 8 * MBPS), "b": WIDE, "r": WIDE}, relays=True)
+        w.hub.barriers.cut("a", "b")
+        sending = asyncio.create_task(w.send("a", "b", 8e6))
+        await asyncio.sleep(1.0)
+        w.hub.barriers.mend("a", "b")
+        await asyncio.sleep(1.0)
+        w.hub.barriers.cut("r", "b")
+        with pytest.raises(PeerUnreachable):
+            await sending
+        assert now() < 3.0
+
+    virtually(scenario())
+
+
 def test_who_gives_up_a_frame_does_not_break_the_stream() -> None:
     async def scenario() -> None:
         w = World(dict.fromkeys("ab", Road(8 * MBPS, 8 * MBPS)))

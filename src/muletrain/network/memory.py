@@ -644,7 +644,11 @@ class MemoryStreams(PacedStreams):
 
     def _take(self, by: _Flow, nbytes: int, sent_s: float) -> None:
         own, sender = self._own.peer_id, by.sender
-        if by.broken or not self._hub.barriers.passes(sender.peer_id, own, by.way):
+        if by.broken:
+            return
+        if not self._hub.barriers.passes(sender.peer_id, own, by.way):  # a relay's link ended since the stream began
+            self._hub.broke(sender.peer_id, own)
+            self._hub.lost(own, sender.peer_id)
             return
         self._own.hear(sender.peer_id)
         if by.channel is Channel.CONTROL:

@@ -324,23 +324,22 @@ class Exchange:
         """Has the run gone beyond this step, as ``first`` says? A single member cannot lure us away, unless it is alone at
         its stage: more peers must be beyond the step, by one record, than at the step or beyond it by another record, or
         its record must be known now. Between two records of as many peers each, this peer may have to choose
-        (``RecordBuilder``). Nobody can finish the step once a whole stage is beyond it."""
-        here, lead, gone, roster = 0, 0, Counter[bytes](), self._ctx.roster
-        stage = roster.stage(roster.member(first).stage)[:MAX_ASKED]
-        beyond = set[str]()
-        for peer in dict.fromkeys((first, *stage, *roster.spread(MAX_ASKED))):
+        (``RecordBuilder``). Once a whole stage is beyond the step, by one record, nobody can finish the step."""
+        here, lead, second, gone, roster = 0, 0, 0, Counter[bytes](), self._ctx.roster
+        waits = {first, *roster.stage(roster.member(first).stage)[:MAX_ASKED]}  # not known to be beyond it
+        for peer in dict.fromkeys((first, *sorted(waits), *roster.spread(MAX_ASKED))):
             row = await self._sync(peer)
             if self._recorded():
                 return True
             if row is not None:
                 here += row.step == self._state.step
-                beyond.update((peer,) if row.step > self._state.step else ())
                 # replicas that lost each other have two records
                 gone[self._applied.get(peer, b"")] += row.step > self._state.step
+                waits -= {peer} if row.step > self._state.step else set()
             most, second = (*sorted((n for record, n in gone.items() if record), reverse=True), 0, 0)[:2]
             if (lead := most + gone[b""] - max(here, second)) > 1:  # who is further on no longer keeps the record
                 break
-        return lead > 0 or beyond.issuperset(stage or (first,))
+        return lead > 0 or not (waits or second)
 
     async def learn_record(self, peers: Iterable[PeerId]) -> None:
         """Ask ``peers`` for this step's record, until enough answers agree."""
