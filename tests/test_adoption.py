@@ -261,6 +261,17 @@ def test_machines_that_wake_after_the_run_has_ended_at_two_steps_end_together(wo
     assert outcome.violations == [], "\n".join(readable(outcome))
 
 
+def test_who_moves_to_a_stage_that_dies_does_not_make_it_count_as_served() -> None:
+    """A newcomer took the answer to its introduction for a sign that the stage has a peer with the state: the run stood
+    for 140 seconds, and the peer that had moved ended. Found by 'python -m proofs fuzz --kind "without data"' (seed
+    3012)."""
+    faults = (Fault(1.0, "move", ("peer-1a",)), Fault(1.9, "kill", ("peer-2a",)), Fault(2.5, "join", ("peer-1n",)))
+    outcome = play(Scenario(3012, (1, 2, 1), 4, 5, 5, 0.1, faults, apart=True, **QUICK))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.of(SteppedBack, "peer-1a")
+    assert outcome.stood_s < 10
+
+
 def test_who_waited_for_a_trainer_almost_in_vain_gives_it_time() -> None:
     """The next look after the trainer came was the last. Found by 'python -m proofs fuzz --kind lie' (seed 14003)."""
     naps = (("peer-1b", 50.6, 980.5), ("peer-0b", 99.81311, 2806.18885), ("peer-1d", 143.4, 1777.83175))

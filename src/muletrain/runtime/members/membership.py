@@ -16,7 +16,7 @@ from muletrain.runtime.core.times import AGAIN_S, GONE_S
 from muletrain.runtime.members.messages import Acquaintances, Introduce, Member
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class Membership:
     """Answers introductions, and introduces this peer."""
 
-    def __init__(self, ctx: Context) -> None:
-        self._ctx = ctx
+    def __init__(self, ctx: Context, comes: Callable[[], bool] = lambda: False) -> None:
+        """``comes``: returns whether this peer has no state yet."""
+        self._ctx, self._comes = ctx, comes
         self._asking: dict[PeerId, asyncio.Task[None]] = {}
         self._asks = Seldom(AGAIN_S)
         self._deadline = Deadline()
@@ -78,7 +79,7 @@ class Membership:
                     ctx.roster.admit(member)
                 elif not ctx.roster.expelled(member.id):  # the answerer may not know yet
                     ctx.roster.hear_of(member)
-            ctx.detector.mark_back(peer)
+            (ctx.detector.stand_aside if answer.comes else ctx.detector.mark_back)(peer)
         except ProtocolError as e:
             ctx.refused(peer, str(e))
         except NetworkError as e:
@@ -132,4 +133,4 @@ class Membership:
         if introduction.member is None:
             return Acquaintances(members=(roster.own,))
         self._admit(sender, introduction.member)
-        return Acquaintances(members=roster.members())
+        return Acquaintances(members=roster.members(), comes=self._comes())

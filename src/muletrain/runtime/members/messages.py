@@ -45,9 +45,11 @@ class Suspected(Message):
 
 
 class Acquaintances(Header):
-    """The answer to an introduction: all peers known to the answering peer, itself included."""
+    """The answer to an introduction: all peers known to the answering peer, itself included. ``comes``: the answering
+    peer has no state yet."""
 
     members: Annotated[tuple[Member, ...], Field(max_length=4096), FailFast()]
+    comes: bool = False
 
 
 class Introduce(Call[Acquaintances]):

@@ -79,7 +79,7 @@ class Peer:
         begin = ctx.roster.genesis.begin if back is None else (back.step, back.lineage)
         self.position = at = Position(ctx, *begin, self._life)
         # members
-        self._membership = membership = Membership(ctx)
+        self._membership = membership = Membership(ctx, lambda: not self._life.has_state)
         self.rebalancer = Rebalancer(ctx, host, self.load, self.move)
         # microbatch and transfer
         self._microbatches = microbatches = Microbatches(ctx, at, source if ctx.roster.own.trainer else None, heldout)
