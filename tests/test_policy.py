@@ -125,6 +125,20 @@ def test_who_offers_room_that_it_does_not_have_is_not_believed_for_long() -> Non
     assert not rooms.full(0.0)
 
 
+def test_who_uses_an_offer_of_room_too_late_does_not_doubt_the_next() -> None:
+    """A run without faults stood for an hour: its only usable peer had room, and its offers were ignored. Found by 'python
+    -m proofs fuzz --kind keep' (seed 118000)."""
+    rooms, now_s = Rooms(), 0.0
+    rooms.refused("a", now_s, 1.0)
+    for _ in range(10):
+        rooms.offered("a", now_s)
+        now_s += KEPT_S
+        rooms.sent("a", now_s, more=False)
+        rooms.refused("a", now_s, 1.0)
+    assert rooms.offered("a", now_s)
+    assert not rooms.full(now_s)
+
+
 def test_those_that_a_full_peer_refused_have_their_turns_in_order() -> None:
     turns = Turns[int](capacity=2)
     for sender, request in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):

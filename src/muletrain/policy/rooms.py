@@ -39,21 +39,20 @@ class Rooms:
         """When a silent full peer is tried again, and the pause until then."""
         self._refused: Counter[str] = Counter()
         """Refusals of each peer since the last answer."""
-        self._offers: set[str] = set()
-        """Peers that offered room for our last or next microbatch."""
+        self._offers: dict[str, float] = {}
+        """When peers offered room for our last or next microbatch."""
         self._untrue: Counter[str] = Counter()
         """Refusals of each peer after an offer, since the last answer."""
 
     def serve(self, peers: Collection[str]) -> None:
         """``peers`` serve the stage now: forget the rest."""
-        for table in (self._full, self._refused, self._untrue):
+        for table in (self._full, self._refused, self._untrue, self._offers):
             for gone in table.keys() - {*peers}:
                 del table[gone]
-        self._offers.intersection_update(peers)
 
     def begin(self) -> None:
         """A step begins, and all may have room."""
-        self._full, self._offers = {}, set()
+        self._full, self._offers = {}, {}
 
     def refused(self, peer: str, now_s: float, each_s: float | None) -> None:
         """``peer`` reported to be full. ``each_s``: the peer's time for a microbatch, if known."""
@@ -61,11 +60,12 @@ class Rooms:
         pause_s = backoff_s(self._refused[peer], max(LEAST_S[0], first_s), max(LEAST_S[1], longest_s))
         self._full[peer] = now_s + pause_s, pause_s
         self._refused[peer] += 1
-        self._untrue[peer] += peer in self._offers
-        self._offers.discard(peer)
+        self._untrue[peer] += self._offers.pop(peer, None) is not None
 
     def sent(self, peer: str, now_s: float, *, more: bool) -> None:
         """``peer`` is sent a microbatch. If there are ``more``, ``peer`` will offer room again."""
+        if now_s - self._offers.get(peer, now_s) >= KEPT_S:
+            del self._offers[peer]  # too late: a refusal is no sign of a lie
         if peer in self._full:
             pause_s = self._full.pop(peer)[1]
             if more:
@@ -75,7 +75,7 @@ class Rooms:
         """``peer`` offers room for one. Returns whether the offer is believed, and new."""
         if believed := peer in self._full and self._untrue[peer] < UNTRUE:
             self._full[peer] = now_s, self._full[peer][1]
-            self._offers.add(peer)
+            self._offers[peer] = now_s
         return believed
 
     def answered(self, peer: str, *, took: bool) -> None:
