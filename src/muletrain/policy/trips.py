@@ -15,22 +15,22 @@ from muletrain.policy.deadline import UNMEASURED_S, Deadline
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LONG, LONG_UNMEASURED = 3, 7
-"""Deadlines after which a request is overdue, and before any answer was measured."""
-LONG_OWN = 2
-"""Or times that an answer takes by our own device, before any was measured: where our device needs a minute for a
-forward, so do most peers."""
+LONG = 3
+"""Deadlines after which a request is overdue."""
 LONG_MOST_S = 3600.0
-"""Longest time until a request is overdue [s]."""
+"""Longest time until a request is overdue [s], and the time before any answer was measured: nobody is late then compared
+with others."""
 
 
 class Trips:
     """Learns from each answer."""
 
-    def __init__(self, stages: int = 1, late_s: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self, stages: int = 1, late_s: Callable[[], float] = lambda: 0.0, queue_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
         """``stages``: how many stages a request goes through. ``late_s``: returns when our own device's longest
-        operation is late [s] (``Jobs.longest_s``)."""
-        self._stages, self._late_s = stages, late_s
+        operation is late [s] (``Jobs.longest_s``), ``queue_s`` how long a full queue takes on such a device."""
+        self._stages, self._late_s, self._queue_s = stages, late_s, queue_s
         self._deadline = Deadline()
 
     @property
@@ -52,14 +52,10 @@ class Trips:
 
     def usual_s(self) -> float:
         """Returns the seconds within which an answer comes as a rule."""
-        return self._deadline.seconds() if self._deadline.known else max(2 * UNMEASURED_S, self._own_s())
+        return self._deadline.seconds() if self._deadline.known else max(2 * UNMEASURED_S, self._stages * self._late_s())
 
     def long_s(self) -> float:
-        """Returns the seconds after which a request is overdue, whatever the peer reports."""
-        if self._deadline.known:
-            return min(LONG_MOST_S, LONG * self._deadline.seconds(longest_s=math.inf))
-        return max(LONG_UNMEASURED * self._deadline.seconds(), LONG_OWN * self._own_s())
-
-    def _own_s(self) -> float:
-        """Returns the seconds that an answer takes if each stage takes as long as our own device may."""
-        return min(LONG_MOST_S, self._stages * self._late_s())
+        """Returns the seconds after which a request is overdue, whatever the peer reports: not before a peer with a device
+        like ours is through with a full queue."""
+        long_s = LONG * self._deadline.seconds(longest_s=math.inf) if self._deadline.known else LONG_MOST_S
+        return max(min(LONG_MOST_S, long_s), self._queue_s())

@@ -251,7 +251,7 @@ class Dispatcher:
         self._ctx, self._stage, self._survey = ctx, stage, survey
         gamma = 1.0 if ctx.plan.strategy.pooled else GAMMA  # a pool reports averages over its present clients
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"), gamma)
-        self.trips = Trips(ctx.plan.stages - stage, ctx.compute.jobs.longest_s)
+        self.trips = Trips(ctx.plan.stages - stage, ctx.compute.jobs.longest_s, ctx.queue_s)
         self._rooms, self._room, self._waiting = Rooms(), asyncio.Event(), 0
         self.debtors = Debtors(ctx, stage, self.trips, self._is_overdue)
         self._copies = RetryBudget(COPIES * ctx.plan.capacity, COPIES_SHARE)
