@@ -52,7 +52,9 @@ class Trips:
 
     def usual_s(self) -> float:
         """Returns the seconds within which an answer comes as a rule."""
-        return self._deadline.seconds() if self._deadline.known else max(2 * UNMEASURED_S, self._stages * self._late_s())
+        return (
+            self._deadline.seconds() if self._deadline.known else max(2 * UNMEASURED_S, self._stages * self._late_s())
+        )
 
     def long_s(self) -> float:
         """Returns the seconds after which a request is overdue, whatever the peer reports: not before a peer with a device
