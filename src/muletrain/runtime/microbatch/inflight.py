@@ -141,9 +141,10 @@ class InFlightStep:
     ledger: Ledger = field(init=False)
     losses: dict[int, float] = field(default_factory=dict)
     """Losses of the microbatches that are known to be through [nats/token]."""
-    accumulated: int = 0
-    recomputed: int = 0
-    """Microbatches computed by this peer: counted in the accumulator (``accumulated``) or not (``recomputed``)."""
+    computed: int = 0
+    """Microbatches computed by this peer, in vain or not."""
+    counted: dict[bytes, int] = field(default_factory=dict)
+    """Microbatches of this peer in each round that it has averaged, or begun to."""
     answered: dict[int, tuple[str, tuple[int, int, int, str]]] = field(default_factory=dict)
     """Sender and key of the last answered request to accumulate each microbatch."""
     serving: set[int] = field(default_factory=set)
@@ -203,8 +204,3 @@ class InFlightStep:
             if self.losses.setdefault(index, loss) != loss and of_trainer(index):
                 self.losses[index] = loss
         return True
-
-    def uncount(self) -> None:
-        """Count the accumulated microbatches as recomputed."""
-        self.recomputed += self.accumulated
-        self.accumulated = 0

@@ -215,7 +215,7 @@ class StageServer:
         backward = message.gradient or message.stage in message.accumulate
         answer = await dispatcher.request(message, accumulate, sent, gradient=backward, unfinite=message.unfinite)
         if answer.gradient is None:  # run again for a later stage alone, or held out
-            job.work.recomputed += not job.heldout
+            job.work.computed += not job.heldout
             return answer.loss, None
         return await self._compute_backward(job, answer, sent)
 
@@ -340,8 +340,7 @@ class StageServer:
         ctx.worked("compute", what, job.begun, message.step, message.index)
         if not job.heldout:  # otherwise a forward alone
             ctx.meter.stats.services.append(job.computed_s + took)
-            work.accumulated += granted
-            work.recomputed += not granted
+            work.computed += 1
         if gradient is None or not message.gradient:
             return loss, None
         return loss, await ctx.compute.offload(encode, await gradient, ctx.plan.activations)

@@ -95,7 +95,8 @@ class Arrival:
                     return await self._take_state(acceptable)
                 if hopeless:
                     raise MuletrainError(
-                        f"{JOIN_S / 60:.0f} minutes after its first rollback, the run has no checkpoint whose parts can all be read: {e}"
+                        f"no replica of stage {ctx.roster.own.stage} gives this peer the stage's state, and no checkpoint can be had, "
+                        f"{JOIN_S / 60:.0f} minutes after the run first went back: {e}"
                     ) from e
                 if attempt and now - begun > GONE_S and digest not in self._book.missed:
                     ctx.emit(StateMissed(reason=str(e)))

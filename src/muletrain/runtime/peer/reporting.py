@@ -100,6 +100,7 @@ class Reporting:
         stats, now = ctx.meter.stats, ctx.clock.now()
         for receiver, nbytes in ctx.net.carried().items():
             stats.sent[receiver]["relayed"] += nbytes
+        counted = work.counted.get(record.stages[ctx.roster.own.stage].round, 0)
         took = now - stats.started
         busy = stats.forward_s + stats.backward_s
         busy += 0 if ctx.plan.delayed else stats.averaging_s + stats.apply_s
@@ -110,8 +111,8 @@ class Reporting:
                 lineage=record.hash.hex(),
                 skipped=record.skip,
                 not_finite=not_finite,
-                microbatches=work.accumulated,
-                recomputed=work.recomputed,
+                microbatches=counted,
+                recomputed=work.computed - counted,
                 forward_s=stats.forward_s,
                 backward_s=stats.backward_s,
                 averaging_s=stats.averaging_s,

@@ -218,8 +218,6 @@ class Reduction:
         for asked in (with_us, [p for p in holders if p not in with_us]):
             gradient = await fetch_gradient(self._ctx, self._lasting.downloader, entry, asked)
             if gradient is not None:
-                if self._ctx.net.peer_id not in entry.members:  # the gradient lacks our accumulator
-                    self._work.uncount()
                 return gradient
         return None
 
@@ -256,6 +254,7 @@ class Reduction:
         """Reduce one round. Raises RoundFailed."""
         ctx, averager, begin = self._ctx, self._state.averager, self._ctx.clock.now()
         self._reducing, self._work.round = self._state.announced, round_.id
+        self._work.counted[round_.id] = len(self._work.ledger.accumulated)  # sealed
         try:
             accumulator = await self._waits.watched(ctx.compute.gradient(round_.step))
             then = f"tries another round {self._lessons.averaging.seconds():.0f} s after a member's last chunk"

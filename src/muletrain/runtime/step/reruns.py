@@ -86,9 +86,8 @@ class Reruns:
         self._claims = {}
 
     def drop(self, gaps: Collection[int] | None = None) -> None:
-        """Empty our accumulator; its microbatches count as computed twice. ``gaps``: see ``Ledger.reopen``."""
+        """Empty our accumulator. ``gaps``: see ``Ledger.reopen``."""
         self._ctx.compute.clear(self._state.step)
-        self._work.uncount()
         self._ledger.reopen(keep=False, gaps=gaps)
 
     async def refill(self, cover: Cover, attempt: int, left_out: tuple[PeerId, ...]) -> None:

@@ -150,8 +150,7 @@ class StepState:
             self._views[member].add(frozenset(seal.members))
         if before.gradient is not None and not self._ctx.plan.alone:  # alone, the gradient was the accumulator
             self.hold(before.gradient)
-            # the accumulated microbatches are in that gradient
-            self.work.accumulated, self.work.recomputed = before.work.accumulated, before.work.recomputed
+            self.work.computed, self.work.counted = before.work.computed, before.work.counted
 
     def hold(self, gradient: MeanGradient) -> None:
         """Note that this peer has the stage's whole ``gradient``."""
