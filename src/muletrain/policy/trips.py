@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 LONG = 3
 """Deadlines after which a request is overdue."""
 LONG_MOST_S = 3600.0
-"""Longest time until a request is overdue [s], and the time before any answer was measured: nobody is late then compared
-with others."""
+"""Longest time until a request is overdue [s], unless a full queue takes longer; and the time before any answer was
+measured, for nobody is late then compared with others."""
 
 
 class Trips:
@@ -52,9 +52,8 @@ class Trips:
 
     def usual_s(self) -> float:
         """Returns the seconds within which an answer comes as a rule."""
-        return (
-            self._deadline.seconds() if self._deadline.known else max(2 * UNMEASURED_S, self._stages * self._late_s())
-        )
+        own_s = min(LONG_MOST_S, self._stages * self._late_s())
+        return self._deadline.seconds() if self._deadline.known else max(2 * UNMEASURED_S, own_s)
 
     def long_s(self) -> float:
         """Returns the seconds after which a request is overdue, whatever the peer reports: not before a peer with a device

@@ -88,17 +88,12 @@ class Arrival:
                 await ctx.compute.load_state(await self._checkpointing.parts.base(back.key, digest))
                 break
             except MuletrainError as e:  # the part's holders may be beginning anew, too
-                now = ctx.clock.now()
-                hopeless = now - self._book.back_s > ctx.plan.adopt_after_s + JOIN_S
-                if (hopeless or attempt % 2) and await self._receiver.has_donor(acceptable):
+                took_s = ctx.clock.now() - begun
+                hopeless = took_s > ctx.plan.adopt_after_s + JOIN_S
+                if hopeless or (attempt % 2 and await self._receiver.has_donor(acceptable)):
                     ctx.emit(StateMissed(reason=str(e)))
                     return await self._take_state(acceptable)
-                if hopeless:
-                    raise MuletrainError(
-                        f"no replica of stage {ctx.roster.own.stage} gives this peer the stage's state, and no checkpoint can be had, "
-                        f"{JOIN_S / 60:.0f} minutes after the run first went back: {e}"
-                    ) from e
-                if attempt and now - begun > GONE_S and digest not in self._book.missed:
+                if attempt and took_s > GONE_S and digest not in self._book.missed:
                     ctx.emit(StateMissed(reason=str(e)))
                     self._book.missed.add(digest)
                     self._say(away=True)

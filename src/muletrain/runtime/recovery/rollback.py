@@ -138,8 +138,9 @@ class Rollback:
         hidden = any(s.parts and not s.reads for s in here.values())  # by a store that hangs
         if found is None and ctx.plan.from_seed and not hidden:
             found = (0, bytes(32)), ()
-        if ctx.clock.now() - self._book.back_s > ctx.plan.adopt_after_s + JOIN_S:
-            found = None  # time after time a part could not be had
+        in_vain_s = ctx.clock.now() - self._book.back_s
+        if found is not None and missed & {*found[1]} and in_vain_s > ctx.plan.adopt_after_s + JOIN_S:
+            found = None
         if missing or found is None:
             self._say_what_lacks(missing or lost, found is None)
             return
