@@ -11,7 +11,7 @@ import torch
 
 from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.errors import MuletrainError
-from muletrain.events import ClientEnlisted, ClientLost, PoolWorked, StepApplied, StepDone
+from muletrain.events import ClientEnlisted, ClientLost, PoolWorked, ReplicaApart, StepApplied, StepDone
 from muletrain.policy.passes import Part, Pass
 from muletrain.policy.pool import OWN, Pool
 from muletrain.runtime.pool import desk
@@ -328,3 +328,12 @@ def test_seeds_find_planted_bugs(
     found = next(filter(finds, range(300)), None)
     record_property("seed", found)
     assert found is not None
+
+
+def test_a_server_whose_clients_are_at_their_last_parts_is_not_left_out() -> None:
+    """Its replica waited 150 seconds for a sign of work, had all run again, and in the next attempt once more, without end:
+    nobody had failed."""
+    few: dict[str, Any] = {"overrides": ("hub.verify=1.0",), "clients": ("client-1a", "client-1b")}
+    outcome = play(Scenario(3, (1, 2), 1, 1, 16, 0.1, (), longer=1000.0, slower=1000.0, skew=0.5, **few))
+    assert outcome.violations == []
+    assert not outcome.of(ReplicaApart)

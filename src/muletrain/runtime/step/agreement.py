@@ -135,12 +135,12 @@ class RoundAgreement:
         """Close the accumulator, and announce its microbatches to all replicas."""
         ctx, state = self._ctx, self._state
         await self._reruns.drained()
-        await self._waits.watched(ctx.compute.gather(state.step))
+        await self._gather()
         await self._audit.reconsider()
         if self._ledger.in_flight:  # a microbatch arrived meanwhile
             await self._reruns.drained()
         accumulated = self._ledger.seal()
-        await self._waits.watched(ctx.compute.gather(state.step))  # nothing more is accumulated from here on
+        await self._gather()  # nothing more is accumulated from here on
         replicas = tuple(m for m in ctx.roster.stage(ctx.roster.own.stage) if m != ctx.net.peer_id)
         view = self._company.members()
         state.announced = seal = Seal(
@@ -158,6 +158,15 @@ class RoundAgreement:
         ctx.reached("sealing", state.step)
         self._exchange.state(replicas, seal=seal)  # also to replicas that we do not count on
         return seal
+
+    async def _gather(self) -> None:
+        """Get the whole accumulator here. Clients may be at its microbatches for minutes, and so is this peer."""
+        gathered = self._ledger.accumulated
+        self._state.work.serving |= gathered
+        try:
+            await self._waits.watched(self._ctx.compute.gather(self._state.step))
+        finally:
+            self._state.work.serving -= gathered
 
     def _leaves(self) -> bool:
         """May this peer leave after this step? Not during the computation of the next step, because that work would be
