@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from muletrain.errors import Expelled
-from muletrain.events import Event
+from muletrain.events import Event, MicrobatchesRerun, ReplicaApart
 from muletrain.runtime.core.meter import DeviceHung
 from muletrain.runtime.pool.servers import NoServer
 from proofs.witness import difference
@@ -81,7 +81,16 @@ def judge(outcome: Outcome, states: dict[str, dict[str, Tensor]], history: list[
                 f"{name} ended with other weights than a single process: relative difference {worst:.1e}"
             )
     outcome.violations += _unlike_replicas(states, outcome.lineages)
+    outcome.violations += () if scenario.faults else _in_vain(outcome)
     _survival(outcome, states)
+
+
+def _in_vain(outcome: Outcome) -> Iterator[str]:
+    """What peers lost by each other although nothing failed."""
+    if again := [e for e in outcome.of(MicrobatchesRerun) if e.microbatches]:
+        yield f"nothing failed, and {again[0].peer} had {again[0].microbatches} microbatches run again"
+    if apart := outcome.of(ReplicaApart):
+        yield f"nothing failed, and {apart[0].peer} left {apart[0].name} out of {apart[0].steps} steps: {apart[0].why}"
 
 
 def _unlike_replicas(states: dict[str, dict[str, Tensor]], lineages: dict[str, bytes]) -> Iterator[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from muletrain.compute.base import Microbatch, Update
 from muletrain.compute.results import Result, Staging
 from muletrain.compute.slot import Slot, Turn
 from muletrain.runtime.microbatch.inflight import InFlightStep, TooLate
-from muletrain.runtime.microbatch.stage_server import BACKWARD, FORWARD, StageServer
 
 from .small_stages import MB, OPTIMIZER, SPEC, Fleet, data, fleet, run, through, train, weights
 
@@ -211,25 +209,6 @@ def test_backward_goes_before_forward_where_the_caller_says_so(fleet: Fleet, gat
 
     run(scenario())
     assert began == ["forward 1", "backward", "forward 2"]
-
-
-def test_the_step_whose_gradient_is_awaited_computes_before_the_step_ahead() -> None:
-    """Under delayed updates, missing microbatches waited behind all that a peer held of the next step."""
-    server = StageServer.__new__(StageServer)
-    kinds = [(1, FORWARD), (1, BACKWARD), (0, FORWARD), (0, BACKWARD)]
-
-    async def scenario() -> None:
-        queue = Queue()
-        tasks = [queue.add("busy")]
-        for step, kind in kinds:
-            job = cast("Any", SimpleNamespace(message=SimpleNamespace(step=step)))
-            tasks.append(queue.add(f"{step} {kind}", server._turn(kind, job).priority))
-        await passes()
-        queue.free.set()
-        await asyncio.gather(*tasks)
-        assert queue.began[1:] == [f"0 {BACKWARD}", f"0 {FORWARD}", f"1 {BACKWARD}", f"1 {FORWARD}"]
-
-    run(scenario())
 
 
 @pytest.fixture

@@ -104,6 +104,14 @@ def test_what_was_in_flight_at_a_death_is_asked_about_together(monkeypatch: pyte
     assert asked[0] <= 4
 
 
+def test_no_microbatch_passes_on_while_microbatches_come_through() -> None:
+    """In a step of four hours a trainer took over what the others had not given out yet, since their peers were full; half
+    a stage's accumulators overlapped, and had to go."""
+    outcome = play(Scenario(320010, (2, 2, 2), 5, 1, 128, 0.0, (), longer=1200.0, slower=1200.0))
+    assert outcome.violations == []
+    assert not again(outcome)
+
+
 @pytest.mark.parametrize("late_s", [3.0, 5.0, 20.0])
 def test_a_trainer_that_wakes_when_its_microbatches_have_passed_on_computes_none_of_them_again(
     late_s: float, monkeypatch: pytest.MonkeyPatch

@@ -1,8 +1,10 @@
-"""Draw whole worlds of few peers and few faults, to search for long waits: ``fuzz --kind 'two faults'``."""
+"""Draw whole worlds of few peers and few or no faults, to search for long waits, and for work done in vain: ``fuzz --kind
+'two faults'``."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from proofs.draws import settings
@@ -74,9 +76,36 @@ def _speakers(seed: int) -> Scenario:
     return (settings.KINDS["traced"](s, rng) if rng.random() < 0.25 else None) or s  # perhaps with tied weights
 
 
+def _calm(seed: int) -> Scenario:
+    """Nothing fails: devices of any speed, clocks that run at different rates, and perhaps clients that are checked."""
+    rng = random.Random(f"calm/{seed}")
+    stages, slower = rng.choice([(1, 1), (1, 2), (1, 3), *STAGES]), rng.choice([1.0, 30.0, 300.0, 1500.0])
+    overrides = ("optimizer.delayed=true",) if rng.random() < 0.3 else ()
+    clients = tuple(f"client-{rng.randrange(len(stages))}{name}" for name in "abc"[: rng.randint(0, 3)])
+    s = Scenario(
+        seed,
+        stages,
+        rng.randint(1, sum(stages)),
+        2,
+        rng.choice([4, 6, 16, 36, 96]),
+        rng.choice([0.0, 0.1]),
+        (),
+        capacity=rng.choice([8, 24]),
+        overrides=overrides,
+        longer=slower,
+        slower=slower,
+        skew=rng.choice([0.0, 0.5]),
+        stalls=rng.choice([0.0, 0.1]),
+    )
+    if rng.random() < 0.6 or not clients:
+        return s
+    return replace(s, clients=clients, overrides=(*overrides, f"hub.verify={rng.choice([0.0, 1.0])}"))
+
+
 WORLDS: dict[str, Callable[[int], Scenario]] = {
     "two faults": _two_faults,
     "flapping links": _flapping_links,
     "speakers": _speakers,
+    "calm": _calm,
 }
 """Worlds by name: whole ones, not kinds of events that others may also have."""

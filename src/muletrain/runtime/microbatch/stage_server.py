@@ -276,8 +276,7 @@ class StageServer:
         return await ctx.compute.offload(encode, await outputs, ctx.plan.codec(job.message.index))
 
     def _turn(self, priority: int, job: _Job, *phases: Phase) -> Turn:
-        """Under delayed updates, the step whose gradient is awaited goes first."""
-        return Turn(2 * job.message.step + priority, partial(self._begin, job, phases))
+        return Turn(priority, partial(self._begin, job, phases))
 
     def _begin(self, job: _Job, phases: tuple[Phase, ...]) -> None:
         """The turn of ``job`` on the compute slot has come. Raises TooLate, before a backward also after a standstill of

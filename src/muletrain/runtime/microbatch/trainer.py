@@ -72,8 +72,8 @@ class Trainer:
         self._turn = 0
         """Number of times that we moved on to the next trainer in line (``claimant_of``), because microbatches were
         missing and no peer was at work."""
-        self._held_back_at: float | None = None
-        """When we first did not move on, because peers were at work [s]."""
+        self._held_back: tuple[int, float] | None = None
+        """How many microbatches were missing, and since when, while we did not move on because peers were at work [s]."""
         self._passed = False
         """Microbatches that we have not given out yet may have passed to other trainers likewise."""
         self._absences = ctx.meter.absences
@@ -131,9 +131,10 @@ class Trainer:
         theirs = self._claims(self._work.missing(), turn)
         current = await self._survey.everyone(self._lineage, self._step) if theirs else {}
         at_work = any(progress.in_flight or progress.answering for progress in current.values())
-        now = self._ctx.clock.now()
-        self._held_back_at = (self._held_back_at or now) if at_work else None
-        if self._held_back_at is not None and now - self._held_back_at < self._dispatcher.trips.long_s():
+        now, left = self._ctx.clock.now(), len(self._work.missing())
+        if not at_work or self._held_back is None or left < self._held_back[0]:
+            self._held_back = (left, now) if at_work else None
+        if self._held_back is not None and now - self._held_back[1] < self._dispatcher.trips.long_s():
             return
         self._turn = turn
         if theirs := self._claims(self._work.missing(), turn):
