@@ -16,6 +16,8 @@ FOR_EVER_S = 1e9
 """Two machines that cannot connect to each other."""
 SIDES = ("partition", "blackhole")
 """Faults that leave two sides."""
+CALM = "calm"
+"""A kind of worlds in which nothing fails, and nothing may be lost."""
 SUSPENDED = "suspended"
 """How a machine freezes whose clock stands still, as a laptop's does while its lid is closed."""
 

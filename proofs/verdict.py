@@ -11,6 +11,7 @@ from muletrain.errors import Expelled
 from muletrain.events import Event, MicrobatchesRerun, ReplicaApart
 from muletrain.runtime.core.meter import DeviceHung
 from muletrain.runtime.pool.servers import NoServer
+from proofs.scenario import CALM
 from proofs.witness import difference
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def judge(outcome: Outcome, states: dict[str, dict[str, Tensor]], history: list[
                 f"{name} ended with other weights than a single process: relative difference {worst:.1e}"
             )
     outcome.violations += _unlike_replicas(states, outcome.lineages)
-    outcome.violations += () if scenario.faults else _in_vain(outcome)
+    outcome.violations += _in_vain(outcome) if CALM in scenario.kinds else ()
     _survival(outcome, states)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from proofs.draws import settings
 from proofs.draws.common import replicas, spare, with_faults
 from proofs.lying import SPEAKS
-from proofs.scenario import Fault, Scenario
+from proofs.scenario import CALM, Fault, Scenario
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,6 +96,7 @@ def _calm(seed: int) -> Scenario:
         slower=slower,
         skew=rng.choice([0.0, 0.5]),
         stalls=rng.choice([0.0, 0.1]),
+        kinds=(CALM,),
     )
     if rng.random() < 0.6 or not clients:
         return s
@@ -106,6 +107,6 @@ WORLDS: dict[str, Callable[[int], Scenario]] = {
     "two faults": _two_faults,
     "flapping links": _flapping_links,
     "speakers": _speakers,
-    "calm": _calm,
+    CALM: _calm,
 }
 """Worlds by name: whole ones, not kinds of events that others may also have."""
